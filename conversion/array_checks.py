@@ -1,4 +1,4 @@
-"""Counts infinite and NaN elements of arrays, and compares streams of blocks byte by byte."""
+"""Counts infinite and NaN elements in arrays, and compares streams of blocks byte by byte."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _NONFINITE = {
 
 
 def count_nonfinite(array: np.ndarray) -> int:
-    """Counts the infinite and NaN elements of an array of weights.
+    """Counts the infinite and NaN elements in an array of weights.
 
     Args:
         array: any shape; float32, float16, bfloat16 or float8_e4m3fn.
@@ -32,16 +32,15 @@ def count_nonfinite(array: np.ndarray) -> int:
 
 
 def streams_equal(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> bool:
-    """Compares two streams of blocks, which may be cut at different places.
+    """Compares two streams of blocks, which may be cut in different places.
 
     Returns:
         True if both streams have the same dtype and the same bytes.
     """
     left: list[np.ndarray] = [np.empty(0), np.empty(0)]
-    streams = (ours, theirs)
     while True:
         # Refill the side that has run out of elements.
-        for side, stream in enumerate(streams):
+        for side, stream in enumerate((ours, theirs)):
             if not left[side].size:
                 block = next(stream, None)
                 left[side] = np.empty(0) if block is None else block.reshape(-1)

@@ -1,4 +1,4 @@
-"""Names of the tensors of attention layers, one function per kind.
+"""Tensor names of attention layers, one function per kind of attention.
 
 Axes in comments and names: D model width, N query heads, K key/value heads, G query heads per key/value head, H head
 width.
@@ -21,8 +21,8 @@ def grouped_names(
     """Maps grouped-query attention: the q, k and v projections become one array `qkv [D, K, G + 2, H]`.
 
     On the third axis, G queries of a key/value head come first, then its key and its value. With an output gate, G
-    gates follow, and `q_proj` stores each head's query and gate next to each other. The input width is that of the
-    model unless `input_size` is given.
+    gates follow, and `q_proj` stores each head's query and gate next to each other. `input_size` is the input width if
+    it differs from the model's.
     """
     prefix, config = f"{prefix}self_attn.", config.of_layer(kind)
     D, K, H, V = input_size or config.hidden_size, config.num_key_value_heads, config.head_dim, config.value_dim
@@ -30,7 +30,7 @@ def grouped_names(
     gates = 2 if config.attn_output_gate else 1
 
     def slices(kind: str, *inputs: int) -> list[TensorSlice]:
-        """Lists the slices of the weights, or of the biases, which lack the input axis."""
+        """Lists the slices of the weights, or of the biases, which have no input axis."""
         front = len(inputs)
         # A weight `[heads * H, D]` is factored into `[K, heads, H, D]`, and its input axis moved to the front.
         axes = (3, 0, 1, 2) if front else (0, 1, 2)
@@ -55,7 +55,7 @@ def grouped_names(
         values = [of("v", 1, slice(G + 1, G + 2))] if V == H else []
         return [*queries, of("k", 1, slice(G, G + 1)), *values]
 
-    # The third axis: queries, key, value (unless its width differs), and gates if there are any.
+    # The third axis holds the queries, the key, the value (unless its width differs), and the gates if there are any.
     heads = G + 1 + (V == H) + (G if gates == 2 else 0)
     specs = {"qkv": ParamSpec((D, K, heads, H), tuple(slices("weight", D)), in_axis=-4)}
     if V != H:
@@ -83,7 +83,7 @@ def _by_heads(name: str, heads: int, width: int, inputs: int) -> ParamSpec:
 
 
 def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:
-    """Maps multi-head latent attention (DeepSeek-V2), and the indexer (DeepSeek-V3.2) of layers that have one.
+    """Maps multi-head latent attention (DeepSeek-V2), and the indexer (DeepSeek-V3.2) if the layer has one.
 
     `kv_b_proj` holds the up-projections of keys and values head by head; they become `key_up [N, C, R]` and
     `value_up [N, R, V]`, so that decoding can absorb them into queries and outputs.
@@ -102,7 +102,7 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
         ),
         "output": linear(f"{prefix}o_proj.weight", N * V, D),
     }
-    # Queries have a separate latent, or are projected directly.
+    # Queries have a separate latent vector, or are projected directly.
     if L:
         specs["query_down"] = linear(f"{prefix}q_a_proj.weight", D, L)
         specs["norm_query/scale"] = copied(f"{prefix}q_a_layernorm.weight", L)
@@ -135,7 +135,7 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
     D, K, J = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads
     P, Q, C = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
     G = J // K
-    widths = (P, P, G * Q, G * Q)  # of a key head: query, key, values, gates
+    widths = (P, P, G * Q, G * Q)  # per key head: query, key, values, gates
     ends = np.cumsum((0, *widths)).tolist()
 
     def rows(name: str, shape: tuple[int, ...], at: Callable[[slice], tuple], **how) -> list[TensorSlice]:
@@ -173,8 +173,8 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
     }
 
 
-# By `LayerKind.attention`, as in `mtpjax.models.attention_kinds`. A function takes the config, the layer's kind, the
-# prefix of the layer's tensors (such as "model.layers.0.") and the family's layout.
+# By `LayerKind.attention`, as in `mtpjax.models.attention_kinds`. Each function takes the config, the layer's kind, the
+# prefix of the layer's tensor names (such as "model.layers.0.") and the family's layout.
 ATTENTION_NAMES: dict[str, Callable[[ModelConfig, LayerKind, str, Layout], Specs]] = {
     "grouped": grouped_names,
     "latent": latent_names,

@@ -9,16 +9,16 @@ LIMIT = 2**31  # every integer of a configuration must be smaller
 
 
 class ConfigReader:
-    """Reads the values of a JSON object, and records the keys that were read.
+    """Reads the values in a JSON object, and records the keys that were read.
 
-    Every method raises `ConfigError`, one line with the key and its value, for a value of the wrong type or range. Null
-    counts as missing.
+    If a value has the wrong type or is out of range, every method raises `ConfigError`; its one-line message has the
+    key and the value. Null counts as missing.
 
     Attributes:
         values: the object.
         seen: the keys that were read.
-        names: the keys that the object uses instead of the usual ones, by usual key.
-        unknown_within: keys of nested objects that were not read, as `section.key`.
+        names: the keys that the object uses instead of the usual keys, by usual key.
+        unknown_within: keys in nested objects that were not read, as `section.key`.
     """
 
     def __init__(self, values: dict[str, Any], names: dict[str, str] | None = None):
@@ -27,7 +27,7 @@ class ConfigReader:
 
     def get(self, key: str) -> Any:
         """Returns the unchecked value of `key`, or `None`."""
-        # `parse_config` warns of keys that were not read: they may change what the model computes.
+        # `parse_config` warns about keys that were not read: they may change what the model computes.
         key = self.names.get(key, key)
         self.seen.add(key)
         return self.values.get(key)
@@ -38,7 +38,7 @@ class ConfigReader:
         return default if value is None else value, self.names.get(key, key)
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """Returns an integer of at least `low`; without a default the key is required."""
+        """Returns an integer of at least `low`; without a default, the key is required."""
         value, key = self._value(key, default)
         if value is None:
             raise ConfigError(f"config.json lacks {key}")
@@ -71,9 +71,10 @@ class ConfigReader:
         return tuple(value)
 
     def per_layer(self, key: str, kind: type, layers: int, modules: int) -> tuple[tuple, Any]:
-        """Returns the entries of the layers, and the entry that all MTP modules share.
+        """Returns the layers' entries, and the entry that all MTP modules share.
 
-        The modules' entries follow those of the layers, or are in `mtp_{key}`. Without the key: `((), None)`.
+        The modules' entries follow the layers' entries, or are in `mtp_{key}`. If the key is missing, the result is
+        `((), None)`.
         """
         listed = self.items(key, kind)
         own = listed[layers:] or self.items(f"mtp_{key}", kind)
@@ -90,7 +91,7 @@ class ConfigReader:
         return listed[:layers], own[0] if own else None
 
     def section(self, key: str) -> "ConfigReader":
-        """Returns a reader of a nested object; empty if missing."""
+        """Returns a reader for a nested object, which is empty if missing."""
         value, key = self._value(key, {})
         if not isinstance(value, dict):
             raise ConfigError(f"config.json: {key} is {value!r}, not an object")

@@ -1,4 +1,4 @@
-"""Writes the `config.json` of an mtpjax model as that of a family that transformers can load."""
+"""Writes an mtpjax model's `config.json` in the format of a family that transformers can load."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
 # Fields determined by the files or the tokenizer, not by `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
-# Conventions of MTP modules, written where a model differs from its family.
+# MTP module conventions, which are written if a model's differ from its family's.
 MTP_CONVENTIONS = (
     *("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"),
     *("mtp_dense", "mtp_output_norm", "mtp_layer_type", "mtp_norm_differs"),
@@ -34,7 +34,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
     """Finds a family that can describe a model, and writes its `config.json`.
 
     Args:
-        model_type: the family to use; by default the first that fits.
+        model_type: the family to use; by default, the first that fits.
 
     Returns:
         `(model_type, values)`, where `parse_config(values)` gives `config` again.
@@ -44,7 +44,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
-    # Try the families in order, and check each by parsing what was written.
+    # Try the families in order, and check each by parsing the values that it writes.
     nearest: list[str] | None = None
     for name in ORDER if model_type is None else (model_type,):
         values = _values(config, name)
@@ -69,7 +69,7 @@ def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
 
 
 def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
-    """Lists fields that mtpjax supports in a family, but that its transformers class does not compute."""
+    """Lists the fields whose values mtpjax supports for a family, but its transformers class does not."""
     is_moe = config.is_moe
     doubled = config.sliding_num_key_value_heads == 2 * config.num_key_value_heads
     dense = bool(config.mlp_only_layers or (is_moe and config.first_k_dense_replace))
@@ -92,7 +92,7 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
 
 
 def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys of `config.json`, without those of parts that the model does not have."""
+    """Makes the keys of `config.json` for the parts that the model has."""
     family = FAMILIES[model_type]
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     # Keys of every family.
@@ -112,8 +112,8 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
     values |= _experts(config, model_type)
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    # Keys that differ from ModelConfig's fields, and keys that transformers needs: its default number of key heads is
-    # different, and it replaces an empty list of indexer types with a pattern.
+    # Add keys that differ from ModelConfig's fields, and keys that transformers needs: its default number of key heads
+    # is different, and it replaces an empty list of indexer types with a pattern.
     if config.attention == "latent":
         values["num_key_value_heads"] = config.num_attention_heads
     if config.index_topk and not config.indexer_types:
@@ -132,7 +132,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys of the mixture of experts and of dense layers."""
+    """Makes the keys for the mixture of experts and for dense layers."""
     # Without experts, transformers' mixture-of-experts classes need a key that makes all layers dense.
     if not config.is_moe:
         is_mixture = model_type not in ("llama", "qwen3", "mimo", *QWEN_HYBRID)
@@ -153,7 +153,7 @@ def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys of MTP modules: their number, and conventions that differ from those of the family."""
+    """Makes the keys for MTP modules: their number, and the conventions that differ from the family's."""
     family = FAMILIES[model_type]
     key = "mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"
     values: dict[str, Any] = {key: config.num_mtp_modules}
@@ -164,7 +164,7 @@ def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys of sliding-window attention, which `conversion.windows` and `conversion.step_config` read."""
+    """Makes the keys for sliding-window attention, which `conversion.windows` and `conversion.step_config` read."""
     values: dict[str, Any] = {"layer_types": list(config.layer_types), "sliding_window": config.sliding_window}
     if model_type == "gpt_oss":
         limit = {"swiglu_limit": config.swiglu_limits[0]} if config.swiglu_limits else {}
@@ -187,7 +187,7 @@ def _windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _rope_by_type(config: ModelConfig) -> dict[str, tuple[RopeScaling | None, float, float]]:
-    """Returns scaling, base and rotated share of each type of layer."""
+    """Returns the scaling, base and rotated share for each layer type."""
     sliding = config.rope_scaling if config.sliding_rope_scaling else None
     return {
         FULL: (config.rope_scaling, config.rope_theta, config.partial_rotary_factor),
@@ -196,7 +196,7 @@ def _rope_by_type(config: ModelConfig) -> dict[str, tuple[RopeScaling | None, fl
 
 
 def _step_lists(config: ModelConfig) -> dict[str, Any]:
-    """Makes Step-3.5's lists: an entry per layer, then per MTP module."""
+    """Makes Step-3.5's lists: one entry per layer, then one per MTP module."""
     types = [*config.layer_types, *[config.mtp_layer_type] * config.num_mtp_modules]
     rope = _rope_by_type(config)
     values: dict[str, Any] = {

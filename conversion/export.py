@@ -1,4 +1,4 @@
-"""Assembles the tensors of Hugging Face files from parameters, block by block. This is the inverse of loading."""
+"""Assembles tensors for Hugging Face files from parameters, block by block: the inverse of loading."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -28,7 +28,7 @@ class TensorAssembler:
 
         Args:
             read: reads a part of a stored array. A quantized parameter is stored as `path/values` and `path/scales`.
-            scaled: `[axis, block]` of the parameters that are stored quantized, by flat name.
+            scaled: `[axis, block]` by flat name, for the parameters that are stored quantized.
         """
         self.read, self.scaled, self.tied, self.scales = read, scaled, tied, scales
         self.fp8_tensor = {scale: name for name, scale in scales.names.items()}
@@ -39,14 +39,14 @@ class TensorAssembler:
                 self.parts.setdefault(piece.name, []).append((path, spec, piece))
 
     def blocks(self, entry: TensorEntry) -> Iterator[np.ndarray]:
-        """Yields the rows of a tensor in blocks, in order and in the entry's dtype."""
-        # A copy, such as a module's embedding, is made from the tensor that it copies.
+        """Yields a tensor's rows in blocks, in order and in the entry's dtype."""
+        # A copy, such as a module's embedding, is made from its original.
         name = self.tied.get(entry.name, entry.name)
         if name in self.fp8_tensor:
             yield self._scale_tensor(self.fp8_tensor[name], entry)
             return
-        # Several slices can share rows of a tensor, such as the query and the gate of `q_proj`. They are cut at the
-        # same rows, and a block is yielded once all of them have filled it.
+        # Several slices can share rows of a tensor, such as the query and the gate in `q_proj`. Cut them at the same
+        # rows, and yield a block once all of them have filled it.
         groups: dict[tuple[int, int], list[tuple[str, ParamSpec, TensorSlice]]] = {}
         for part in self.parts[name]:
             groups.setdefault(part[2].rows, []).append(part)
@@ -60,7 +60,7 @@ class TensorAssembler:
                 yield rows
 
     def _values(self, path: str, spec: ParamSpec, piece: TensorSlice, dtype: np.dtype) -> np.ndarray:
-        """Reads the part of a parameter that a slice covers, dequantized unless the tensor is fp8 too."""
+        """Reads the part of a parameter that a slice covers. Dequantizes it unless the tensor is fp8 too."""
         index, kept = _index(piece, spec.shape)
         if path not in self.scaled:
             return self.read(path, index)[kept].astype(dtype, copy=False)
@@ -76,8 +76,8 @@ class TensorAssembler:
         return dequantize(values, scales, axis % len(spec.shape), block, index[axis].start)[kept].astype(dtype)
 
     def _scale_tensor(self, name: str, entry: TensorEntry) -> np.ndarray:
-        """Makes the scales of an fp8 tensor. The parameter repeats them along rows, so one row per block is kept."""
-        # Assemble the scales with one row per row of the weight, as the parameter has them.
+        """Makes an fp8 tensor's scales. The parameter repeats them along rows, so keep one row per block."""
+        # Assemble one row of scales per row of the weight, as in the parameter.
         rows = np.empty((self.parts[name][0][2].shape[0], entry.shape[1]), np.float32)
         for path, spec, piece in self.parts[name]:
             index, kept = _index(piece, scale_spec(spec, self.scales).shape)
@@ -86,7 +86,7 @@ class TensorAssembler:
 
 
 def _index(piece: TensorSlice, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:
-    """Returns the slice's target as slices, and an index that then drops the axes with a single position."""
+    """Returns the slice's target as slices only, and an index that then drops the axes with a single position."""
     index = tuple(
         slice(*place.indices(size)[:2]) if isinstance(place, slice) else slice(place, place + 1)
         for place, size in zip(piece.target, shape, strict=True)

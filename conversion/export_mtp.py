@@ -1,10 +1,10 @@
-"""Exports the MTP modules of a Hugging Face checkpoint as a separate checkpoint, in the layout of xLLM's script.
+"""Exports a Hugging Face checkpoint's MTP modules as a separate checkpoint, in the layout of xLLM's export script.
 
     python -m conversion.export_mtp --input-dir DIR --output-dir DIR [--model-type TYPE]
 
 Inference engines load such an export as a draft model. Unlike xLLM's script, this one supports Qwen3-Next and several
-modules, dequantizes fp8 of every family with the block size of the configuration, checks names and shapes, keeps only a
-few blocks in memory, and runs no remote code.
+modules, dequantizes fp8 for every family with the block size in the configuration, checks names and shapes, keeps only
+a few blocks in memory, and runs no remote code.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from mtpjax.errors import CheckpointError, CheckpointFileError
 from mtpjax.models.config import ModelConfig
 
 ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantized tensors, by name
-# Small files that belong to a checkpoint, by their usual names. Others are not copied: plots, logs, results, and the
-# description of the whole model.
+# Small files that belong to a checkpoint, by their usual names. Other files are not copied: plots, logs, results, and
+# the description of the whole model.
 CHECKPOINT_FILES = (
     *("generation_config.json", "tokenizer*.json", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -52,13 +52,13 @@ ARCHITECTURES = {
 
 
 def export_mtp(source, target, *, model_type: str | None = None, progress: Callable[[int], Any] | None = None) -> int:
-    """Writes the MTP modules of a checkpoint to a folder.
+    """Writes a checkpoint's MTP modules to a folder.
 
     Args:
         source: a full Hugging Face checkpoint.
         target: the folder to write. It appears only when it is complete; an older export is replaced.
-        model_type: the family to use instead of the one that `config.json` names.
-        progress: called with the number of bytes of each block that is written.
+        model_type: the family to use instead of the one in `config.json`.
+        progress: called with the size in bytes of each written block.
 
     Returns:
         The number of modules.
@@ -91,12 +91,9 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         shards = [make_shard(EXPORT_FILE, entries, {"format": "pt"})]
         content = _edit_config(files.json("config.json"), plan)
 
-        # Write the tensors, copy the small files of a checkpoint, and replace those that describe the weights.
+        # Write the tensors, copy the checkpoint's small files, and replace the files that describe the weights.
+        blocks = lambda entry: dequantized_blocks(files, plan.scales, sources[entry.name])
         with atomic_folder(pathlib.Path(target).resolve(), is_export) as folder:
-
-            def blocks(entry: TensorEntry):
-                return dequantized_blocks(files, plan.scales, sources[entry.name])
-
             write_shards(folder, shards, blocks, progress)
             copy_files(folder, files.bytes_of, filter(belongs_to_checkpoint, files.other_files()))
             write_index(folder, shards)
@@ -111,7 +108,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
 
 
 def belongs_to_checkpoint(name: str) -> bool:
-    """Returns whether a file is copied to an export: tokenizer, chat template, generation settings, code, licence."""
+    """Returns whether a file is copied to an export: tokenizer, chat template, generation settings, code, license."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in CHECKPOINT_FILES)
 
 
@@ -129,7 +126,7 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
     values = {**values, **sizes, "first_k_dense_replace": 0, "quantization_config": ""}
     values["architectures"] = [ARCHITECTURES.get(family, "MtpForCausalLM")]
     values["model_type"] = f"{family}_mtp"
-    # A merge keeps an embedding or head of modules that differs from the trunk's, and omits copies.
+    # A merge keeps the modules' embedding or head if it differs from the trunk's, and omits copies.
     if plan.config.mtp_own_embedding:
         values["mtp_use_dedicated_embeddings"] = True
     if plan.config.mtp_own_head:
@@ -142,7 +139,7 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
             values["text_config"] = {**values["text_config"], "num_hidden_layers": count, **kinds}
         else:
             values |= kinds
-    # GLM-5.2: one module runs several times, and reuses the tokens that its indexer selected.
+    # GLM-5.2: the module runs several times, and reuses the tokens that its indexer selected in the first run.
     if plan.config.index_topk and values.get("index_share_for_mtp_iteration"):
         frequency = values.get("index_topk_freq") or 0
         shared = {"index_topk_freq": max(frequency, 2), "index_skip_topk_offset": 0, "index_topk_pattern": "S"}
@@ -152,7 +149,7 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
 
 
 def _rename_described(described: dict[str, Any], config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    """Renames the tensors in Ascend's list, and drops those of other layers."""
+    """Renames the tensors in Ascend's list, and drops the trunk's tensors."""
     kept = {}
     for name, value in described.items():
         new = exported_name(name, config, layout) if name.endswith((".weight", ".bias", "_scale", "_offset")) else name
@@ -162,16 +159,16 @@ def _rename_described(described: dict[str, Any], config: ModelConfig, layout: La
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line, which has the flags of xLLM's script. Returns the exit code."""
+    """Runs the command line, which has the same flags as xLLM's script. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m conversion.export_mtp", description=__doc__)
     parser.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
     parser.add_argument(
         "--output-dir", required=True, help="folder to write; it is created only when the output is complete"
     )
-    parser.add_argument("--model-type", default=None, help="family to use instead of that of config.json")
+    parser.add_argument("--model-type", default=None, help="family to use instead of the one in config.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    # A faulty checkpoint is one line; any other error keeps its traceback.
+    # A faulty checkpoint gives a one-line error; any other error keeps its traceback.
     try:
         export_mtp(options.input_dir, options.output_dir, model_type=options.model_type)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The supported model families: settings that their `config.json` leaves out, and the names of their tensors."""
+"""The supported model families: the settings that their `config.json` leaves out, and their tensor names."""
 
 import dataclasses
 from typing import Any
@@ -8,16 +8,16 @@ Pairs = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The naming of a family's tensors."""
+    """A family's tensor names."""
 
     trunk: str = "model."  # prefix of embedding, layers and final norm
     head: str = "lm_head.weight"
     shared_embedding: str = ""  # name of a tied embedding that is stored as the head
     module_root: str | None = None  # prefix of the modules' names; None: the trunk's prefix, or no prefix before `mtp.`
-    # Where MTP modules are stored: as additional "layers" (DeepSeek, GLM), under "mtp" (Qwen), or as other values of
-    # `conversion.names.mtp_names`: "mtp_each", "mimo", "mimo_v2", "ernie".
+    # Where MTP modules are stored: as additional "layers" (DeepSeek, GLM), under "mtp" (Qwen), or in other ways that
+    # `conversion.names.mtp_names` knows: "mtp_each", "mimo", "mimo_v2", "ernie".
     mtp: str = "layers"
-    mtp_norm: str = "shared_head.norm"  # final norm and head of modules that are additional layers
+    mtp_norm: str = "shared_head.norm"  # final norm, and below the head, of modules that are additional layers
     mtp_head: str = "shared_head.head"
     feed_forward_norm: str = "post_attention_layernorm"
     mtp_feed_forward_norm: str = "post_attention_layernorm"  # the same norm in MTP modules
@@ -26,19 +26,19 @@ class Layout:
     correction_bias: str = "gate.e_score_correction_bias"
     has_bias_row: bool = False  # the correction bias is stored as [1, E]
     experts: str = "mlp"  # the layer's submodule that holds the experts and their router
-    stacks_matrices: bool = False  # one tensor stacks a matrix of all experts; gate and up are separate tensors
+    stacks_matrices: bool = False  # each matrix has one tensor for all experts; gate and up are separate
     shared_experts: str = "mlp.shared_experts"
     packed_delta: bool = False  # Qwen3-Next packs the projections of linear attention per key head
     fused_experts: bool = False  # exported files stack the trunk's experts, as Qwen3.5's do
 
     @property
     def embedding(self) -> str:
-        """Name of the embedding."""
+        """The name of the embedding tensor."""
         return self.shared_embedding or f"{self.trunk}embed_tokens.weight"
 
     @property
     def modules(self) -> str:
-        """Prefix of the modules' names, including `mtp.` if they have it."""
+        """The prefix of the modules' tensor names, including `mtp.` if they have it."""
         root = self.module_root
         if self.is_under_mtp:
             return f"{root or ''}mtp."
@@ -57,18 +57,17 @@ class Family:
     layout: Layout = dataclasses.field(default_factory=Layout)
     attention: str = "grouped"  # "grouped" (GQA) or "latent" (MLA)
     fixed: Pairs = dataclasses.field(default_factory=dict)  # fields of ModelConfig that `config.json` never states
-    architecture: str = ""  # the class of transformers that loads the text model
-    # By key of `config.json`: the name that this family uses instead, the default of a missing key, and the only
+    architecture: str = ""  # the transformers class that loads the text model
+    # By key of `config.json`: the key that this family uses instead, the default if the key is missing, and the only
     # supported value.
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
     defaults: Pairs = dataclasses.field(default_factory=dict)
     required: Pairs = dataclasses.field(default_factory=dict)
-    has_windows: bool = False  # some layers attend to a window (`conversion.windows`)
+    has_windows: bool = False  # some layers have sliding-window attention (`conversion.windows`)
     rotates_part: bool = True  # the transformers class reads `partial_rotary_factor`
-    computes: Pairs = dataclasses.field(
-        default_factory=dict
-    )  # fields that the transformers class sets, regardless of `config.json`
-    nulls: tuple[str, ...] = ()  # keys of `NOT_NULL` that are null in published files, which means the default
+    # Fields that the transformers class sets, regardless of `config.json`.
+    computes: Pairs = dataclasses.field(default_factory=dict)
+    nulls: tuple[str, ...] = ()  # keys in `NOT_NULL` that are null in published files, which means the default
 
 
 # Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
@@ -82,12 +81,12 @@ _CORRECTION_BIAS = {"router_correction_bias": True}
 _DEEPSEEK = {"rope_interleave": True} | _CORRECTION_BIAS
 _DEEPSEEK_ROUTING = {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 _EPSILON = {"rms_norm_eps": 1e-5}
-# Settings that the transformers classes of mixtures of experts fix.
+# Settings that transformers' mixture-of-experts classes fix.
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _PLAIN_ROUTING = _ONE_GROUP | {"routed_scaling_factor": 1.0, "n_shared_experts": 0}
 _NORMALIZED = {"norm_topk_prob": True}
 _NO_SHARED_WIDTH = {"shared_expert_intermediate_size": 0}
-# `attention_bias` adds a bias to q, k, v and the output; in some families' classes, not to the output.
+# `attention_bias` adds a bias to q, k, v and the output, but not to the output in some families' classes.
 _NO_OUTPUT_BIAS = {"attention_output_bias": False}
 # Dense MTP modules that read and pass on hidden states before the final norms.
 _PRE_NORM_MODULES = {"mtp_hidden_post_norm": False, "mtp_chain_post_norm": False, "mtp_dense": True}
@@ -131,7 +130,7 @@ _STEP = Family(
     has_windows=True,
 )
 
-# By `model_type`. Everything that `config.json` states is read from there, not listed here.
+# By `model_type`. Settings that `config.json` contains are read from there, and not listed here.
 FAMILIES = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
@@ -182,8 +181,8 @@ FAMILIES = {
         architecture="Qwen3_5MoeForConditionalGeneration",
     ),
     "qwen3_5_moe_text": _QWEN35_MOE,
-    # Qwen3 and Llama have no published MTP modules. mtpjax names them as Qwen3.5 does; in older exports they are
-    # additional layers.
+    # Qwen3 and Llama have no published MTP modules. mtpjax names their modules as Qwen3.5 does; in older exports, they
+    # are additional layers.
     "qwen3": Family(
         Layout(mtp="mtp_each"), fixed={"use_qk_norm": True}, architecture="Qwen3ForCausalLM", rotates_part=False
     ),
@@ -203,7 +202,7 @@ FAMILIES = {
         rotates_part=False,
     ),
     # MiMo-V2-Flash: three dense MTP modules with a sliding window, which all read the trunk's hidden states. SGLang
-    # passes these before the final norm, vLLM after it.
+    # passes the hidden states before the final norm, vLLM after it.
     "mimo_v2_flash": Family(
         Layout(mtp="mimo_v2", mtp_feed_forward_norm="pre_mlp_layernorm", sinks="attention_sink_bias"),
         fixed=_CORRECTION_BIAS
@@ -301,13 +300,13 @@ NOT_NULL = (
 )
 # Keys of `config.json` that do not change the logits. A warning reports every other unknown key.
 IGNORED_KEYS = {
-    # Names, special tokens, caches, and training (mtpjax trains without dropout and auxiliary losses).
+    # Names, special tokens, caches, and training (mtpjax trains without dropout or auxiliary losses).
     *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "use_cache"),
     *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "moe_capacity", "moe_gate"),
     # Parallelism of other programs: `pretraining_tp` and `ep_size` give the same sums.
     *("pretraining_tp", "ep_size", "attention_chunk_size", "max_seq_len"),
-    # Unused, because `use_sliding_window` must be false, or without `index_topk`.
+    # Unused: `use_sliding_window` must be false, and the others only matter with `index_topk`.
     *("max_window_layers", "sliding_window", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"),
     # Precision of operations that mtpjax computes in float32.
     *("mamba_ssm_dtype", "moe_router_dtype", "enable_moe_fp32_combine", "enable_attention_fp32_softmax"),
@@ -317,7 +316,7 @@ IGNORED_KEYS = {
     *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id", "language_model_only"),
     *("use_unified_vision_chunk", "video_placeholder", "ignore_index", "projector_bias"),
     "understand_projector_stride",
-    # Other keys of the file repeat these: Step-3.5's lists of layers, and gpt-oss's section about rotary embeddings.
+    # Other keys in the file repeat these: Step-3.5's lists of layers, and gpt-oss's section on rotary embeddings.
     *("moe_every_n_layer", "moe_layer_offset", "initial_context_length"),
     # Read as separate sections.
     *("text_config", "quantization_config", "quantization", "rope_parameters", "rope_scaling"),

@@ -1,4 +1,4 @@
-"""Names of the tensors of feed-forward layers: dense ones, and mixtures of experts.
+"""Tensor names of feed-forward layers, both dense layers and mixtures of experts.
 
 Axes in comments and names: D model width, F inner width of a feed-forward layer, E experts.
 """
@@ -46,7 +46,7 @@ def expert_names(config: ModelConfig, prefix: str, layout: Layout, has: Callable
 def _routed_experts(
     within: str, layout: Layout, has: Callable[[str], bool], sizes: tuple[int, int, int]
 ) -> tuple[list[TensorSlice], list[TensorSlice]]:
-    """Lists the slices of routed experts, of gate and up and of down, with sizes (E, D, F)."""
+    """Lists the routed experts' slices for gate and up, and for down. `sizes` is (E, D, F)."""
     E, D, F = sizes
     # Step-3.5 stacks the experts of each matrix: `[E, F, D]` gate and up, `[E, D, F]` down.
     if layout.stacks_matrices:
@@ -68,7 +68,7 @@ def _routed_experts(
 
 
 def _stacked(name: str, shape: tuple[int, int, int], target=(ALL, ALL), **how) -> list[TensorSlice]:
-    """Lists the slices of a tensor `[E, ...]`, one for each expert; `how` is `split` and `axes` of `tensor_slice`."""
+    """Lists the slices of a tensor `[E, ...]`, one per expert; `how` has `tensor_slice`'s `split` and `axes`."""
     experts = range(shape[0])
     return [tensor_slice(name, shape, (e, *target), rows=(e, e + 1), select=(0,), **how) for e in experts]
 

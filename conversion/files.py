@@ -2,7 +2,7 @@
 
 The directory is untrusted. No file outside it is opened, nothing is unpickled, and every header is checked before
 memory is allocated for a tensor. Files are read with `preadv` instead of a memory map, so that memory is bounded by
-the requested block, and a file that is truncated while it is read raises an error instead of SIGBUS.
+the requested block, and a file that is truncated during reading raises an error instead of SIGBUS.
 """
 
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger("mtpjax.conversion")
 
 
 class TensorSource(Protocol):
-    """Files that parameters are read from: `CheckpointFiles`, or those of a different format."""
+    """Files from which parameters are read: `CheckpointFiles`, or files in a different format."""
 
     path: pathlib.Path
     tensors: dict[str, TensorInfo]
@@ -42,7 +42,7 @@ class TensorSource(Protocol):
         ...
 
     def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Reads rows of a tensor, and counts or rejects their infinite and NaN elements."""
+        """Reads rows of a tensor, and counts or rejects infinite and NaN elements."""
         ...
 
 
@@ -51,12 +51,12 @@ class CheckpointFiles:
 
     Attributes:
         path: the directory.
-        tensors: where each tensor is, by name.
+        tensors: the location of each tensor, by name.
         headers: the raw header of each safetensors file, including the 8 bytes of its length.
         metadata: the `__metadata__` of each safetensors file.
         sizes: the size of each safetensors file in bytes.
         index: the parsed `model.safetensors.index.json`; None if there is none.
-        unread: safetensors files of the directory that are not part of the checkpoint.
+        unread: safetensors files in the directory that are not part of the checkpoint.
     """
 
     unread: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class CheckpointFiles:
 
         Args:
             strict: raise an error for infinite or NaN weights instead of counting them for `report`.
-            only: the one safetensors file to open; by default all that the index lists.
+            only: the only safetensors file to open; by default, all files in the index.
 
         Raises:
             CheckpointFileError: the directory or one of its files is missing, damaged or not supported.
@@ -79,7 +79,7 @@ class CheckpointFiles:
             )
         if not self.path.is_dir():
             raise CheckpointFileError(f"{self.path} is not a directory")
-        # Symlinks may lead to this folder and below; see `mtpjax.safe_open`.
+        # Symlinks may only resolve to paths inside this folder; see `mtpjax.safe_open`.
         self._root = allowed_root(self.path)
         self._open: dict[str, int] = {}
         self.metadata: dict[str, dict[str, str] | None] = {}
@@ -111,12 +111,12 @@ class CheckpointFiles:
         self._open = {}
 
     def json(self, name: str) -> Any:
-        """Reads a JSON file of the directory.
+        """Reads a JSON file in the directory.
 
         Raises:
             CheckpointFileError: the file is missing, too large, or not JSON.
         """
-        # The size is checked first, so that a huge file is not read.
+        # Check the size first, so that a huge file is not read.
         descriptor = self._descriptor(name)
         size = os.fstat(descriptor).st_size
         if size > MAX_HEADER_BYTES * 4:
@@ -124,15 +124,15 @@ class CheckpointFiles:
         return parse_json(bytes(pread(descriptor, size, 0, self.path / name)), self.path / name)
 
     def adopt(self, file: str) -> None:
-        """Adds the tensors of a file of `unread`. Tensors that are in both must be equal."""
+        """Adds the tensors from a file in `unread`. Tensors that are already present must be equal."""
         self.tensors = {tensor.name: tensor for tensor in self._read_header(file)} | self.tensors
         self.unread = tuple(name for name in self.unread if name != file)
 
     def other_files(self) -> list[str]:
         """Lists the files other than weights, such as configuration and tokenizer.
 
-        Pickles, folders other than that of chat templates and, with a warning, files that cannot be opened safely are
-        left out.
+        It leaves out pickles, folders other than the one with chat templates and, with a warning, files that cannot be
+        opened safely.
         """
         kept = []
         for name in [*sorted(os.listdir(self.path)), *list_chat_templates(self.path)]:
@@ -157,10 +157,10 @@ class CheckpointFiles:
             offset += len(block)
 
     def blocks(self, name: str) -> Iterator[np.ndarray]:
-        """Reads a tensor in blocks of rows, of about `BLOCK_BYTES` each."""
+        """Reads a tensor in blocks of rows of about `BLOCK_BYTES` each."""
         tensor = self.tensors[name]
         rows = tensor.shape[0] if tensor.shape else 1
-        # At least one row, which may be longer than a block.
+        # A block has at least one row, even if that is larger than `BLOCK_BYTES`.
         step = max(1, BLOCK_BYTES * rows // max(tensor.end - tensor.begin, 1))
         for begin in range(0, rows, step):
             yield self.read(name, begin, min(begin + step, rows))
@@ -170,7 +170,7 @@ class CheckpointFiles:
 
         Args:
             begin: the first row along the first axis.
-            end: one after the last row; by default all rows from `begin`.
+            end: one after the last row; by default, all rows from `begin` on.
 
         Returns:
             The rows, in an array that the caller may write to.
@@ -186,7 +186,7 @@ class CheckpointFiles:
         return array
 
     def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Reads rows of a tensor, and counts their infinite and NaN elements.
+        """Reads rows of a tensor, and counts infinite and NaN elements.
 
         Raises:
             CheckpointFileError: an element is not finite, and the files were opened with `strict`.
@@ -200,13 +200,13 @@ class CheckpointFiles:
         return array
 
     def report(self) -> None:
-        """Warns of the infinite or NaN elements that `read_checked` has counted."""
+        """Warns about the infinite or NaN elements that `read_checked` has counted."""
         for name in dict.fromkeys(name for name, _ in self._nonfinite):
             count = sum(count for (other, _), count in self._nonfinite.items() if other == name)
             log.warning("tensor %s has %d infinite or NaN elements", name, count)
 
     def _read_headers(self, files: list[str]) -> None:
-        """Reads all headers, and checks that the files hold the tensors of the index."""
+        """Reads all headers, and checks that the files contain the tensors in the index."""
         for file in files:
             for tensor in self._read_header(file):
                 if tensor.name in self.tensors:
@@ -222,19 +222,19 @@ class CheckpointFiles:
                 raise CheckpointFileError(f"{INDEX} lists tensor {name} in {file}, which does not contain it")
         stray = sorted(self.tensors.keys() - self.index["weight_map"].keys())
         if stray:
-            # Some programs add tensors, such as those of MTP modules, without updating the index.
+            # Some programs add tensors, such as MTP modules, without updating the index.
             log.warning(
                 "%s: %d tensors are in the weight files but not listed in %s; they are read: %s",
                 *(self.path, len(stray), INDEX, ", ".join(stray[:3])),
             )
 
     def _read_header(self, file: str) -> list[TensorInfo]:
-        """Reads the header of a file, and checks that its tensors fill the file exactly."""
+        """Reads a file's header, and checks that the tensors fill the file exactly."""
         path, descriptor = self.path / file, self._descriptor(file)
         size = self.sizes[file] = os.fstat(descriptor).st_size
         if size < 8:
             raise CheckpointFileError(f"{path} has {size} bytes, too few for a safetensors header")
-        # The length is checked before the header is read, so that a wrong one allocates nothing.
+        # Check the length before reading the header, so that a wrong length allocates nothing.
         (length,) = struct.unpack("<Q", pread(descriptor, 8, 0, path))
         if length > MAX_HEADER_BYTES:
             raise CheckpointFileError(f"{path} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are accepted")
@@ -243,14 +243,14 @@ class CheckpointFiles:
         self.headers[file] = bytes(pread(descriptor, 8 + length, 0, path))
         tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
         end = tensors[-1].end if tensors else 8 + length
-        # Bytes after the last tensor show that the header is of a different file, or that a download failed.
+        # Bytes after the last tensor show that the header belongs to a different file, or that a download failed.
         if end != size:
             kind = "truncated" if end > size else "longer than its header says"
             raise CheckpointFileError(f"{path} is {kind}: {size} bytes instead of {end}")
         return tensors
 
     def _descriptor(self, file: str) -> int:
-        """Opens a file once, and returns its descriptor."""
+        """Returns a file's descriptor, and opens the file on first use."""
         if file not in self._open:
             # The descriptor stays open: the file that was checked is the file that is read later.
             self._open[file] = open_inside(self.path / file, self._root)

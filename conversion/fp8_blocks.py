@@ -1,4 +1,4 @@
-"""Dequantizes and quantizes block-scaled fp8 tensors in streams, as DeepSeek-V3 does."""
+"""Dequantizes and quantizes block-scaled fp8 tensors in streams, in DeepSeek-V3's format."""
 
 from collections.abc import Iterator
 
@@ -16,13 +16,13 @@ def dequantized_blocks(files: CheckpointFiles, scales: ScaleMap, name: str, dtyp
     """Reads a tensor in blocks of rows, and dequantizes it if it has scales.
 
     Args:
-        dtype: dtype of dequantized tensors. Tensors without scales keep theirs.
+        dtype: dtype for dequantized tensors. Tensors without scales keep their dtype.
     """
     if name not in scales.names:
         yield from files.blocks(name)
         return
     rows, columns = files.tensors[name].shape
-    # Whole blocks of rows are read at once, so that a row of scales is needed only once.
+    # Read whole blocks of rows, so that each row of scales is needed only once.
     side = scales.block[0]
     step = max(1, BLOCK_BYTES // (side * columns * 4)) * side
     for begin in range(0, rows, step):
@@ -40,11 +40,11 @@ def quantized_blocks(
     Args:
         blocks: the tensor's rows in order, in blocks of any size.
         block: rows and columns that share a scale.
-        scale_dtype: dtype of the scales in the file. Values are divided by scales that are rounded to it.
+        scale_dtype: dtype of the scales in the file. Scales are rounded to it before values are divided by them.
 
     Yields:
-        `(values, scales)`: float8_e4m3fn rows, and the scales of their blocks in `scale_dtype`. At least one row of
-        blocks is quantized at a time.
+        `(values, scales)`: float8_e4m3fn rows, and their blocks' scales in `scale_dtype`, for at least one row of
+        blocks at a time.
     """
     rows, columns = block
     rest: np.ndarray | None = None
@@ -62,7 +62,7 @@ def quantized_blocks(
 
 
 def _quantize(values: np.ndarray, rows: int, columns: int, scale_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes rows as DeepSeek-V3 does: a block's scale is its largest magnitude / 448, or 1 if all are zero."""
+    """Quantizes rows as DeepSeek-V3 does: a block's scale is its largest magnitude / 448, or 1 for a block of zeros."""
     height, width = values.shape
     # Pad to whole blocks with zeros, which do not change the largest magnitude.
     grid = -(-height // rows), -(-width // columns)

@@ -1,4 +1,4 @@
-"""Converts the metadata of a GGUF file to a `config.json`."""
+"""Converts a GGUF file's metadata to a `config.json`."""
 
 import math
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from mtpjax.messages import count_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_EXPERTS = 1 << 17  # the maximum number of expert matrices; Kimi-K2 has 69,000
-SIGMOID = 2  # llama.cpp's number of the router's scoring function
-# Keys that would change every logit, and the only supported value of each, which has no effect.
+SIGMOID = 2  # llama.cpp's number for the router's scoring function
+# Keys that would change every logit, with the only supported value of each, which has no effect.
 NEUTRAL = {
     **{"attention.scale": 0.0, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.causal": True},
     **{"logit_scale": 0.0, "residual_scale": 0.0, "embedding_scale": 0.0, "attention.sliding_window": 0},
@@ -22,7 +22,7 @@ NEUTRAL = {
 
 
 class Metadata:
-    """Reads and checks values of a file's metadata by key, without the architecture's prefix."""
+    """Reads and checks a file's metadata by key, without the architecture's prefix."""
 
     def __init__(self, header: GGUFHeader):
         """Checks the architecture.
@@ -36,7 +36,7 @@ class Metadata:
         self.header, self.architecture = header, name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a value, or the default; without a default the key is required. Raises `ConfigError` for arrays."""
+        """Returns a value or the default; without a default, the key is required. Raises `ConfigError` for arrays."""
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise ConfigError(f"the GGUF file lacks {self.architecture}.{key}")
@@ -45,11 +45,11 @@ class Metadata:
         return value
 
     def error(self, key: str, problem: str) -> ConfigError:
-        """Makes the error about a value: its key and value, followed by the problem."""
+        """Makes an error about a value: its key and value, followed by the problem."""
         return ConfigError(f"{self.architecture}.{key} is {self.get(key)!r}{problem}")
 
     def integer(self, key: str, default: int | None = None, *, low: int = 0) -> int:
-        """Returns an integer of at least `low`; without a default the key is required."""
+        """Returns an integer of at least `low`; without a default, the key is required."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{self.architecture}.{key} is {value!r}; supported: one integer of at least {low}")
@@ -59,10 +59,10 @@ class Metadata:
 def describe_config(
     header: GGUFHeader, tokens: dict[str, Any], rope_factors: np.ndarray | None = None
 ) -> dict[str, Any]:
-    """Converts the metadata of a file to a `config.json`, whose values `conversion.hf_config` checks.
+    """Converts a file's metadata to a `config.json`, whose values `conversion.hf_config` checks.
 
     Args:
-        tokens: further keys, such as the end tokens.
+        tokens: further keys of `config.json`, such as the end tokens.
         rope_factors: the tensor `rope_freqs.weight`, if the file has one.
 
     Raises:
@@ -88,7 +88,7 @@ def describe_config(
     modules = data.integer("nextn_predict_layers", 0)
     if modules >= blocks:
         raise data.error("nextn_predict_layers", f", but block_count, which includes them, is {blocks}")
-    # Some programs drop the modules and keep their number; then all blocks belong to the trunk.
+    # Some programs drop the modules but keep their number; then all blocks belong to the trunk.
     is_dropped = modules and not any(".nextn." in name for name in header.tensors)
     trunk = blocks if is_dropped and any(f"blk.{blocks - 1}." in name for name in header.tensors) else blocks - modules
     vocabulary = header.tensors.get("token_embd.weight")
@@ -113,7 +113,7 @@ def describe_config(
 
 
 def _grouped(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
-    """Reads grouped-query attention whose heads are rotated as a whole."""
+    """Reads grouped-query attention with fully rotated heads."""
     head_dim = data.get("attention.key_length", data.get("rope.dimension_count", width // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         if data.get(key, head_dim) != head_dim:
@@ -128,7 +128,7 @@ def _grouped(data: Metadata, heads: int, width: int, factors: np.ndarray | None)
 
 
 def _partial(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
-    """Reads the grouped-query attention of GLM-4.5, with partial rotation and optional norms of queries and keys."""
+    """Reads GLM-4.5's grouped-query attention, with partial rotation and optional query and key norms."""
     head_dim = data.integer("attention.key_length", width // heads, low=1)
     if data.get("attention.value_length", head_dim) != head_dim:
         raise data.error("attention.value_length", f", but the head size is {head_dim}: not supported")
@@ -144,8 +144,8 @@ def _partial(data: Metadata, heads: int, width: int, factors: np.ndarray | None)
 def _latent(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
     """Reads multi-head latent attention.
 
-    Files with a split `kv_b_proj` store the head size of the latent as `key_length` and that of the model as
-    `key_length_mla`. Older files store only the latter, as `key_length`.
+    Files with a split `kv_b_proj` store the latent head size as `key_length` and the model's head size as
+    `key_length_mla`. Older files store only the model's head size, as `key_length`.
     """
     key = "attention.key_length_mla"
     rotated = data.integer("rope.dimension_count", low=1)
@@ -167,7 +167,7 @@ def _latent(data: Metadata, heads: int, width: int, factors: np.ndarray | None) 
 
 
 def _experts(data: Metadata) -> dict[str, Any]:
-    """Reads the mixture of experts; the stacked tensors must have the same number of experts."""
+    """Reads the mixture of experts, and checks that the stacked tensors have the same number of experts."""
     count, tensors = data.integer("expert_count", 0), data.header.tensors
     if not count:
         return {}
@@ -192,7 +192,7 @@ def _experts(data: Metadata) -> dict[str, Any]:
         "num_experts_per_tok": data.get("expert_used_count"),
         "moe_intermediate_size": data.get("expert_feed_forward_length"),
         "n_shared_experts": data.get("expert_shared_count", 0),
-        # Files of older converters have no groups; llama.cpp then chooses among all experts.
+        # Files from older converters have no groups; llama.cpp then chooses among all experts.
         "n_group": data.integer("expert_group_count", 0) or 1,
         "topk_group": data.integer("expert_group_used_count", 0) or 1,
         "norm_topk_prob": data.get("expert_weights_norm", False),
@@ -202,7 +202,7 @@ def _experts(data: Metadata) -> dict[str, Any]:
 
 
 def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> dict[str, Any] | None:
-    """Reads rotary scaling from the metadata, or from Llama 3.1's factors per frequency."""
+    """Reads rotary scaling from the metadata, or from Llama 3.1's frequency factors."""
     if factors is not None:
         return _llama3_scaling(np.asarray(factors, np.float64), data.get("rope.freq_base", 10000.0), head_dim)
     # As in llama.cpp, a factor without a type is linear scaling; old files store it under a different key.
@@ -212,7 +212,7 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
         return None
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
-    # Factors that replace YaRN's would change every logit, so they must not be ignored.
+    # Settings that replace YaRN's factors would change every logit, so they must not be ignored.
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if data.get(f"rope.scaling.{key}", 1.0) != 1.0:
             raise data.error(f"rope.scaling.{key}", "; supported: 1.0")
@@ -231,7 +231,7 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """Recovers Llama 3.1's settings from the factors of frequencies, which are all that the file stores."""
+    """Recovers Llama 3.1's settings from the frequency factors, which are all that the file stores."""
     if factors.shape != (head_dim // 2,) or not isinstance(theta, (int, float)) or not theta > 0:
         raise ConfigError(
             f"{ROPE_FACTORS} has shape {list(factors.shape)} and rope.freq_base is {theta!r}: not supported"
@@ -253,7 +253,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
 
 
 Attention = Callable[[Metadata, int, int, np.ndarray | None], dict[str, Any]]
-# GGUF's name of an architecture -> `model_type`, its attention, and whether layers may have experts.
+# GGUF architecture -> `model_type`, attention reader, and whether layers may have experts.
 ARCHITECTURES: dict[str, tuple[str, Attention, bool]] = {
     "llama": ("llama", _grouped, False),
     "qwen3": ("qwen3", _grouped, False),

@@ -1,8 +1,8 @@
 """Reads a GGUF file as if it were a Hugging Face directory, and dequantizes its tensors row by row.
 
-Tensors become float32, unless every matrix of the file is bfloat16; then norms and routers, which llama.cpp stores in
+Tensors become float32, unless every matrix in the file is bfloat16; then norms and routers, which llama.cpp stores in
 float32, become bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow the rules of `conversion.files`:
-only regular files, and sizes are checked before memory is allocated.
+only regular files are opened, and sizes are checked before memory is allocated.
 """
 
 import json
@@ -26,17 +26,17 @@ from mtpjax.hub import resolve
 from mtpjax.safe_open import is_gguf, open_inside, pread
 
 WEIGHTS_FILE = "model.safetensors"  # the name of the safetensors file that a directory would have
-ROUTER, CORRECTION_BIAS = ".ffn_gate_inp.weight", ".exp_probs_b.bias"  # ends of names
+ROUTER, CORRECTION_BIAS = ".ffn_gate_inp.weight", ".exp_probs_b.bias"  # suffixes of tensor names
 
 
 def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
     """Opens a Hugging Face directory or a GGUF file.
 
     Args:
-        path: the directory, the file, or a repository of the Hugging Face Hub (`mtpjax.hub`).
+        path: the directory, the file, or a Hugging Face Hub repository (`mtpjax.hub`).
 
     Raises:
-        CheckpointFileError: it is missing, damaged or not supported.
+        CheckpointFileError: the checkpoint is missing, damaged or not supported.
     """
     path = resolve(path)
     return GGUFFiles(path, strict=strict) if is_gguf(path) else CheckpointFiles(path, strict=strict)
@@ -49,7 +49,7 @@ class GGUFFiles(CheckpointFiles):
         """Opens the file and checks its header.
 
         Raises:
-            CheckpointFileError: the file is missing, truncated or damaged, or the package `gguf` is missing.
+            CheckpointFileError: the file is missing, truncated or damaged, or the `gguf` package is missing.
             ConfigError: its architecture is not supported.
             TokenizerError: its tokenizer is not supported.
         """
@@ -60,9 +60,8 @@ class GGUFFiles(CheckpointFiles):
         self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
         try:
             blocks = {int(kind): sizes for kind, sizes in self._quants.GGML_QUANT_SIZES.items()}
-            self._blocks = blocks
             self._header = parse_header(self._file, self.path, blocks)
-            # This checks the architecture, so it comes before the names of tensors.
+            # This checks the architecture, so it must come before the tensors are named.
             self._json = self._describe(self._header)
             self._named = named_tensors(self._header, self._json["config.json"])
             self.sizes = {self.path.name: os.fstat(self._file).st_size}
@@ -70,7 +69,7 @@ class GGUFFiles(CheckpointFiles):
         except BaseException:
             self.close()
             raise
-        # The header of a safetensors file with these tensors, as in a directory.
+        # Make the header that a safetensors file with these tensors would have in a directory.
         entries = [TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors.values()]
         self.headers = {WEIGHTS_FILE: make_shard(WEIGHTS_FILE, entries, {"format": "pt"}).header}
 
@@ -90,7 +89,7 @@ class GGUFFiles(CheckpointFiles):
         return self._json[name]
 
     def other_files(self) -> list[str]:
-        """Lists the JSON files that describe model and tokenizer."""
+        """Lists the JSON files that describe the model and the tokenizer."""
         return sorted(self._json)
 
     def bytes_of(self, name: str) -> Iterator[memoryview]:
@@ -102,7 +101,7 @@ class GGUFFiles(CheckpointFiles):
 
         Args:
             begin: the first row along the first axis.
-            end: one after the last row; by default all rows from `begin`.
+            end: one after the last row; by default, all rows from `begin` on.
         """
         info, named = self.tensors[name], self._named[name]
         end = info.shape[0] if end is None else end
@@ -110,10 +109,10 @@ class GGUFFiles(CheckpointFiles):
         return np.ascontiguousarray(rows, dtype=info.dtype)
 
     def _dequantize(self, source: str, begin: int, end: int) -> np.ndarray:
-        """Reads rows in the order of the file; all axes but the last count as rows."""
+        """Reads rows in the file's order; all axes but the last count as rows."""
         tensor = self._header.tensors[source]
         if not tensor.shape[1:]:
-            # One axis: blocks run along it, so the whole tensor is read; such tensors are small.
+            # With one axis, blocks run along it, so read the whole tensor; such tensors are small.
             return self._values(tensor, tensor.begin, tensor.end - tensor.begin, tensor.shape)[begin:end]
         size = (tensor.end - tensor.begin) // math.prod(tensor.shape[:-1])
         return self._values(tensor, tensor.begin + begin * size, (end - begin) * size, (end - begin, tensor.shape[-1]))
@@ -129,11 +128,11 @@ class GGUFFiles(CheckpointFiles):
             return self._quants.quants.dequantize(raw, kind)
         except NotImplementedError as error:
             raise CheckpointFileError(
-                f"{self.path}: tensor {tensor.name!r} is {kind.name}, which the package gguf cannot dequantize"
+                f"{self.path}: tensor {tensor.name!r} has type {kind.name}, which the gguf package cannot dequantize"
             ) from error
 
     def _describe(self, header: GGUFHeader) -> dict[str, Any]:
-        """Makes the JSON files of a directory from the metadata."""
+        """Makes the JSON files that a directory would have from the metadata."""
         factors = header.tensors.get(ROPE_FACTORS)
         files = tokenizer_files(header.metadata)
         ends = files["generation_config.json"] if files else {}
@@ -144,13 +143,13 @@ class GGUFFiles(CheckpointFiles):
 
     def _tensor_infos(self) -> dict[str, TensorInfo]:
         """Lists the tensors as a safetensors file would."""
-        # llama.cpp keeps routers in float32 in files of every type.
+        # llama.cpp stores routers in float32 in every type of file.
         matrices = [tensor for tensor in self._header.tensors.values() if len(tensor.shape) > 1]
         kinds = {tensor.kind for tensor in matrices if not tensor.name.endswith(ROUTER)}
         is_bf16 = kinds == {int(self._quants.GGMLQuantizationType.BF16)}
         infos, begin = {}, 0
         for named in self._named.values():
-            # Checkpoints in bfloat16 have the router's correction bias in float32.
+            # In bfloat16 checkpoints, the router's correction bias is float32.
             is_bias = named.sources[0].endswith(CORRECTION_BIAS)
             dtype = BF16 if is_bf16 and not is_bias else np.dtype(np.float32)
             end = begin + math.prod(named.shape) * dtype.itemsize
@@ -160,10 +159,10 @@ class GGUFFiles(CheckpointFiles):
 
 
 def _import_gguf():
-    """Imports the package `gguf`, or raises an error that says how to install it."""
+    """Imports the `gguf` package, or raises an error that says how to install it."""
     try:
         import gguf
         import gguf.quants
     except ImportError as error:
-        raise CheckpointFileError(f"GGUF files need the package gguf: {install_extra('gguf')}") from error
+        raise CheckpointFileError(f"GGUF files need the gguf package: {install_extra('gguf')}") from error
     return gguf

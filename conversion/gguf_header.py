@@ -1,8 +1,8 @@
-"""Parses the header of a GGUF file: its metadata, and the type and location of every tensor.
+"""Parses a GGUF file's header: its metadata, and the type and location of every tensor.
 
 The file is untrusted, so each length and count is compared with the remaining bytes before anything is allocated. The
-reader of the `gguf` package is not used: it makes several objects per vocabulary entry and checks no counts. Its tables
-of quantization types and its dequantization are used (`conversion.gguf_files`).
+`gguf` package's reader is not used, because it makes several objects per vocabulary entry and checks no counts. Its
+tables of quantization types and its dequantization are used (`conversion.gguf_files`).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 
 from mtpjax.errors import CheckpointFileError
 
-MAX_ITEMS = 1 << 21  # strings of all arrays; vocabulary and merges of Gemma have 780,000
+MAX_ITEMS = 1 << 21  # strings in all arrays; Gemma's vocabulary and merges have 780,000
 MAX_STRING_BYTES = 8 << 20
 MAX_ARRAY_BYTES = 64 << 20
 MAX_KEYS, MAX_TENSORS, MAX_AXES = 1 << 16, 1 << 20, 4
@@ -27,7 +27,7 @@ BUFFER_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class GGUFTensor:
-    """Type and location of a tensor in a GGUF file."""
+    """The type and location of a tensor in a GGUF file."""
 
     name: str
     shape: tuple[int, ...]  # rows first, the reverse of the order in the file
@@ -48,10 +48,10 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
     """Parses the header of an open GGUF file, and checks that its tensors are inside the file.
 
     Args:
-        block_sizes: elements and bytes of a block by quantization type, as in the `gguf` package.
+        block_sizes: elements and bytes per block by quantization type, as in the `gguf` package.
 
     Raises:
-        CheckpointFileError: the file is truncated, damaged, or of a version that is not supported.
+        CheckpointFileError: the file is truncated or damaged, or has an unsupported version.
     """
     cursor = _Cursor(descriptor, path)
     if cursor.take(4) != b"GGUF":
@@ -93,7 +93,7 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
 
 
 def _tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
-    """Reads name, shape, quantization type and offset of a tensor."""
+    """Reads a tensor's name, shape, quantization type and offset."""
     name, num_axes = cursor.string(), cursor.number("<I")
     if num_axes > MAX_AXES:
         raise CheckpointFileError(
@@ -141,17 +141,17 @@ class _Cursor:
         return content
 
     def number(self, form: str):
-        """Returns the next number, of a format of `struct`."""
+        """Returns the next number, in a format of the `struct` module."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def string(self) -> str:
-        """Returns the next string, UTF-8 after its length."""
+        """Returns the next string, which is stored as its length and UTF-8 bytes."""
         count = self.number("<Q")
         if count > MAX_STRING_BYTES:
             raise CheckpointFileError(
                 f"{self.path}: a string of {count} bytes before byte {self.offset}; at most {MAX_STRING_BYTES}"
             )
-        # Some vocabularies hold bytes that are not UTF-8; different bytes give different strings.
+        # Some vocabularies contain bytes that are not UTF-8. This way, different bytes give different strings.
         return self.take(count).decode("utf-8", errors="surrogateescape")
 
     def value(self, kind: int) -> Any:
@@ -164,7 +164,7 @@ class _Cursor:
             raise CheckpointFileError(f"{self.path}: unknown value type {kind} before byte {self.offset}")
         dtype = np.dtype(SCALARS[kind])
         value = np.frombuffer(self.take(dtype.itemsize), dtype)[0]
-        # The shortest decimal of a float32: 1e-05 as configurations write it, not 9.999999747378752e-06.
+        # Use the shortest decimal for a float32: 1e-05, as in configurations, not 9.999999747378752e-06.
         if kind == FLOAT32:
             return float(str(value))
         return bool(value) if kind == BOOL else value.item()

@@ -1,8 +1,8 @@
-"""Maps the tensors of a GGUF file to Hugging Face names, and their rows to Hugging Face's order.
+"""Maps a GGUF file's tensors to Hugging Face names, and their rows to Hugging Face's order.
 
-Names and layouts are those of llama.cpp's converters: `blk.N.` for layer N, the experts of a layer stacked into one
-tensor, DeepSeek's `kv_b_proj` split into keys (transposed) and values, `blk.N.nextn.` for the tensors of an MTP module
-around its decoder layer.
+Names and layouts are as in llama.cpp's converters: `blk.N.` for layer N, a layer's experts stacked into one tensor,
+DeepSeek's `kv_b_proj` split into keys (transposed) and values, and `blk.N.nextn.` for an MTP module's tensors around
+its decoder layer.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _AROUND = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "out
 _PARTS = ("gate", "up", "down")
 _LAYER = {
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
-    "post_attention_norm": "post_attention_layernorm",  # GLM-4.5's name of the same norm
+    "post_attention_norm": "post_attention_layernorm",  # GLM-4.5's name for the same norm
     **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     **{"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in _PARTS},
@@ -35,7 +35,7 @@ _LAYER = {
     **{f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
     **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("head", "norm")},
 }
-_CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"  # of `exp_probs_b.bias`
+_CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"  # the name for `exp_probs_b.bias`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +44,19 @@ class NamedTensor:
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[str, ...]  # names in the file: one, or keys and values of a split `kv_b_proj`
-    head_dim: int = 0  # the head size if the file interleaves the rows of rotary pairs; 0: rows are in order
-    expert: int = 0  # the position in a stack of experts
+    sources: tuple[str, ...]  # names in the file: one, or the keys and values of a split `kv_b_proj`
+    head_dim: int = 0  # the head size if the file interleaves the rows of rotary pairs; 0 if rows are in order
+    expert: int = 0  # the index in a stack of experts
 
 
 def named_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, NamedTensor]:
-    """Lists the tensors of a file under their Hugging Face names.
+    """Lists a file's tensors under their Hugging Face names.
 
     Returns:
-        The tensors by name. Unknown ones keep their names, so that loading reports them.
+        The tensors by name. Unknown tensors keep their names, so that loading reports them.
 
     Raises:
-        CheckpointFileError: two tensors have the same Hugging Face name, or a shape does not fit its name.
+        CheckpointFileError: two tensors have the same Hugging Face name, or a shape does not fit the name.
     """
     named: dict[str, NamedTensor] = {}
     for tensor in header.tensors.values():
@@ -72,7 +72,7 @@ def named_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, Named
 
 
 def _name(tensor: GGUFTensor, header: GGUFHeader, config: dict[str, Any]) -> Iterator[NamedTensor]:
-    """Names one tensor of the file; a stack of experts gives one tensor per expert."""
+    """Yields a tensor of the file under its Hugging Face name; a stack of experts gives one tensor per expert."""
     stem, _, kind = tensor.name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem, re.ASCII)
     prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", stem)
@@ -104,7 +104,7 @@ def _whole(name: str, tensor: GGUFTensor, head_dim: int = 0) -> NamedTensor:
 
 
 def _joined(name: str, keys: GGUFTensor, header: GGUFHeader, values_name: str) -> NamedTensor:
-    """Joins the up-projections of keys `[N, R, C]` and values `[N, V, R]` to one tensor `[N * (C + V), R]`."""
+    """Joins the up-projections of keys `[N, R, C]` and values `[N, V, R]` into one tensor `[N * (C + V), R]`."""
     values = header.tensors.get(values_name)
     if values is None:
         raise CheckpointFileError(f"the GGUF file has {keys.name!r}, but not {values_name!r}")
@@ -136,7 +136,7 @@ def read_rows(
         whole = rows(source, first, -(-end // H) * H)
         ordered = whole.reshape(-1, H // 2, 2, *whole.shape[1:]).swapaxes(1, 2).reshape(whole.shape)
         return ordered[begin - first : end - first]
-    # A stack holds the experts in order. A row of a tensor with more axes is several rows of the file.
+    # A stack holds the experts in order. If a tensor has more axes, each of its rows is several rows in the file.
     inner = int(np.prod(named.shape[1:-1], dtype=np.int64)) if named.shape[1:] else 1
     skipped = named.expert * named.shape[0] * inner
     return rows(source, skipped + begin * inner, skipped + end * inner).reshape(end - begin, *named.shape[1:])

@@ -1,4 +1,4 @@
-"""Converts the tokenizer of a GGUF file to `tokenizer.json` and `tokenizer_config.json`."""
+"""Converts a GGUF file's tokenizer to `tokenizer.json` and `tokenizer_config.json`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _QWEN2 = (
 )
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")
-_GLM_NAMES = ("glm4", "chatglm-bpe")  # split like Llama 3, but do not ignore merges
+_GLM_NAMES = ("glm4", "chatglm-bpe")  # these split like Llama 3, but do not ignore merges
 _DEEPSEEK_NAMES = ("deepseek-v3", "joyai-llm")
 _DEEPSEEK = (  # applied in order: digits, Chinese and Japanese, the rest
     r"\p{N}{1,3}",
@@ -31,14 +31,14 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 
 
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Converts the tokenizer and the chat template of a file.
+    """Converts a file's tokenizer and chat template.
 
     Returns:
-        The content of "tokenizer.json", "tokenizer_config.json" and "generation_config.json" by name; empty if the file
-        has no tokenizer.
+        The contents of "tokenizer.json", "tokenizer_config.json" and "generation_config.json" by name; empty if the
+        file has no tokenizer.
 
     Raises:
-        TokenizerError: the tokenizer is damaged, or of a kind that is not supported.
+        TokenizerError: the tokenizer is damaged or not supported.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
@@ -81,7 +81,7 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_templates(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns the setting of the default chat template, or of all templates by name, such as `tool_use`."""
+    """Returns the `chat_template` setting: the default template, or a list of templates with names like `tool_use`."""
     prefix = "tokenizer.chat_template"
     texts = {key: each for key, each in metadata.items() if key.startswith(prefix) and isinstance(each, str)}
     named = {key.removeprefix(prefix).removeprefix(".") or "default": each for key, each in texts.items()}
@@ -117,7 +117,7 @@ def _split_merge(merge: str) -> list[str]:
 
 
 def _pre_tokenizer(kind: str) -> tuple[dict | None, dict]:
-    """Returns the normalizer and the pre-tokenizer of a value of `tokenizer.ggml.pre`."""
+    """Returns the normalizer and the pre-tokenizer for a value of `tokenizer.ggml.pre`."""
     if kind in ("gpt-2", "gpt2"):
         return None, _BYTE_LEVEL
     if kind == "smollm":

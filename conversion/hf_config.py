@@ -1,6 +1,6 @@
 """Parses the `config.json` of the supported families into a `ModelConfig`.
 
-The parser runs no remote code and checks every value. A value whose arithmetic is not implemented is an error.
+The parser runs no remote code and checks every value. It rejects values whose arithmetic is not implemented.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class ParsedConfig:
     model: ModelConfig
     layout: Layout
     block: tuple[int, int] | None  # rows and columns that share an fp8 scale; None without fp8
-    names_modules: bool  # the file states the number of MTP modules
+    names_modules: bool  # whether the file gives the number of MTP modules
     unknown: tuple[str, ...]  # keys that are neither read nor listed in `IGNORED_KEYS`
     notes: tuple[str, ...] = ()  # settings that mtpjax handles differently from other programs, one sentence each
 
@@ -34,10 +34,10 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     """Parses the content of a `config.json`.
 
     Args:
-        model_type: the family to use instead of that of the file.
+        model_type: the family to use instead of the one in the file.
 
     Raises:
-        ConfigError: the configuration is damaged or not supported; one line with the key and its value.
+        ConfigError: the configuration is damaged or not supported. The one-line message has the key and its value.
     """
     if not isinstance(values, dict):
         raise ConfigError(f"config.json contains a {type(values).__name__}, not an object")
@@ -108,8 +108,8 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
 
 
 def _common(reader: ConfigReader, epsilon: str) -> dict[str, Any]:
-    """Reads the settings that all families have. `epsilon` is the published key of the norms' epsilon."""
-    # Values that the model does not implement are errors.
+    """Reads the settings that all families have. `epsilon` is the family's key for the norms' epsilon."""
+    # Reject values that the model does not implement.
     reader.require("hidden_act", "silu", "swish")
     reader.require("use_sliding_window", False)
     reader.require("mlp_bias", False)
@@ -127,8 +127,8 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
     bias = reader.flag("attention_bias", fields.get("attention_bias", False))
-    # Most transformers classes then have an output bias too; families without one fix it. The key is only written for
-    # GGUF files, where the tensors decide.
+    # Most transformers classes then also have an output bias; families without an output bias fix the field to False.
+    # The key is only written for GGUF files, where the tensors decide.
     has_output_bias = reader.flag("attention_output_bias", fields.get("attention_output_bias", True))
     made = {
         "num_key_value_heads": reader.integer("num_key_value_heads", heads),
@@ -136,7 +136,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_output_bias": bias and has_output_bias,
     }
-    # Families that always normalize queries and keys fix this setting; exports of mtpjax also state it.
+    # Families that always normalize queries and keys fix this setting; mtpjax's exports also contain it.
     if fields.get("use_qk_norm"):
         reader.require("use_qk_norm", True)
     else:
@@ -204,7 +204,7 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
             if kind not in full:
                 raise ConfigError(f"config.json: layer_types with {kind!r} is not supported in this family")
         return {}
-    # Qwen lists the types of layers, or states the interval of those with full attention.
+    # Qwen lists the layer types, or gives the interval of full-attention layers.
     interval = reader.integer("full_attention_interval", 4)
     types = types or tuple(
         "linear_attention" if layer % interval else "full_attention" for layer in range(1, count + 1)
@@ -220,15 +220,12 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads the mixture of experts, and the dense layers."""
-    aliases = (
-        "n_routed_experts",
-        "num_experts",
-        "num_local_experts",
-    )  # transformers 5 writes the last one for Qwen3-MoE
+    # transformers 5 writes the last key for Qwen3-MoE.
+    aliases = ("n_routed_experts", "num_experts", "num_local_experts")
     names = [name for name in aliases if reader.get(name) is not None]
     for name in names[1:]:
         reader.require(name, reader.get(names[0]))
-    # A dense model: remove the family's settings of experts.
+    # A dense model: remove the family's settings for experts.
     if not names or not reader.integer(names[0], low=0):
         for field in ("scoring_func", "shared_expert_gate", "router_correction_bias"):
             fields.pop(field, None)
@@ -253,7 +250,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
     }
-    # Dense layers: the first and last few, listed ones, all but every n-th, or by the type of each layer.
+    # Dense layers are the first and last few, listed layers, all but every n-th, or given by each layer's type.
     first = reader.integer("first_k_dense_replace", 0, low=0)
     marks, of_modules = (), None
     if isinstance(reader.get("moe_layer_freq"), list):  # MiMo-V2
@@ -280,7 +277,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mtp(reader: ConfigReader) -> tuple[int, bool]:
-    """Returns the number of MTP modules, and whether the file states it (DeepSeek and GLM, Qwen, MiMo)."""
+    """Returns the number of MTP modules, and whether the file gives it (DeepSeek and GLM, Qwen, MiMo)."""
     for key in MODULE_KEYS:
         if reader.get(key) is not None:
             return reader.integer(key, low=0), True
@@ -288,7 +285,7 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
-    """Reads the conventions of MTP modules in which an mtpjax export differs from its family."""
+    """Reads the MTP module conventions in which an mtpjax export differs from its family."""
     names = ("mtp_chaining", "mtp_input", "mtp_output_norm", "mtp_layer_type")
     made = {key: value for key in names if (value := reader.get(key)) is not None}
     for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense", "mtp_norm_differs"):
@@ -298,8 +295,8 @@ def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _fp8_block(reader: ConfigReader) -> tuple[int, int] | None:
-    """Returns rows and columns of an fp8 block; None without fp8."""
-    # The tensors decide which weights have scales, and show other quantization methods by their dtypes.
+    """Returns the rows and columns of an fp8 block; None without fp8."""
+    # The tensors decide which weights have scales, and their dtypes show other quantization methods.
     given = reader.section("quantization_config")
     if given.get("quant_method") != "fp8":
         return None

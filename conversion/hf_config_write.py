@@ -6,7 +6,7 @@ from typing import Any
 from conversion.families import Layout
 from conversion.hf_config import MODULE_KEYS
 
-# Keys whose lists have an entry per layer, optionally followed by entries of the MTP modules.
+# Keys whose lists have one entry per layer, optionally followed by one per MTP module.
 PER_LAYER = (
     *("layer_types", "mlp_layer_types", "hybrid_layer_pattern", "moe_layer_freq", "indexer_types", "swiglu_limits"),
     *("swiglu_limits_shared", "rope_theta", "partial_rotary_factors", "use_rope_layers"),
@@ -25,25 +25,25 @@ def edit_config(
     """Edits a `config.json` for changed weights. Other keys stay the same.
 
     Args:
-        dtypes: names of the dtypes of the weights, such as "bfloat16".
+        dtypes: the weights' dtypes by name, such as "bfloat16".
         drop_quantization: remove `quantization_config`, because the weights are no longer quantized.
     """
     values = {**values}
     if drop_quantization:
         values.pop("quantization_config", None)
-    # The language model's keys are nested in multimodal configurations.
+    # Multimodal configurations nest the language model's keys.
     level = values
     if "text_config" in values:
         level = values["text_config"] = {**values["text_config"]}
     if num_mtp_modules is not None:
         level |= _resize_lists(level, num_mtp_modules)
-        # A file may state the number under several keys, which must agree.
+        # A file may give the number under several keys, which must agree.
         keys = [key for key in MODULE_KEYS if key in level]
         keys = keys or ["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"]
         level |= dict.fromkeys(keys, num_mtp_modules)
     if own_embedding:
         level["mtp_use_dedicated_embeddings"] = True
-    # State the main dtype: some tensors of a bfloat16 model, such as router biases, are float32.
+    # Write the main dtype: some tensors in a bfloat16 model, such as router biases, are float32.
     if dtypes is not None:
         main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]
         for part, key in itertools.product((values, level), ("torch_dtype", "dtype")):
@@ -53,7 +53,7 @@ def edit_config(
 
 
 def _resize_lists(level: dict[str, Any], num_mtp_modules: int) -> dict[str, list]:
-    """Resizes lists with entries for layers and modules to a new number of modules, which are all of one kind."""
+    """Resizes lists with entries for layers and modules to a new number of modules, which all have the same entry."""
     layers, counts = level.get("num_hidden_layers", 0), [level[key] for key in MODULE_KEYS if level.get(key)]
     made = {}
     for key in PER_LAYER if counts else ():

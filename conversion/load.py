@@ -32,12 +32,12 @@ def load(
 
     Args:
         path: a directory with `config.json` and safetensors files.
-        dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8
+        dtype: dtype to cast the parameters to. `None` keeps the files' dtypes; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
-        mesh: shards the parameters over this mesh; each process reads only the shards of its devices.
-        allow_copies: replicate dimensions that an axis of the mesh does not divide.
-        layout: the sharding for decoding or for training.
-        model_type: the family to use instead of that of `config.json`.
+        mesh: shards the parameters over this mesh; each process reads only its devices' shards.
+        allow_copies: replicate dimensions that are not divisible by their mesh axis.
+        layout: whether to shard the parameters for decoding or for training.
+        model_type: the family to use instead of the one in `config.json`.
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
@@ -67,11 +67,11 @@ def load(
 
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
-    """Rejects a model that does not fit into this machine's memory. Only checked on CPUs."""
-    # Bytes for this process's devices: their share under a mesh, everything without one.
+    """Rejects a model that does not fit into this machine's memory. Checks this only on CPUs."""
+    # Bytes for this process's devices: their share under a mesh, or everything without a mesh.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
-    # Windows does not report its memory; loading then fails when memory runs out.
+    # Windows does not report its memory, so loading fails when memory runs out.
     if not hasattr(os, "sysconf"):
         return
     # Accelerators report running out of memory themselves; a CPU machine would swap or kill the process.

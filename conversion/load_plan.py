@@ -1,6 +1,6 @@
-"""Plans the loading of a checkpoint directory: which tensors make up each parameter, from configuration and headers.
+"""Plans how to load a checkpoint directory: which tensors make up each parameter, from configuration and headers.
 
-`inspect_files` lists all problems; `make_plan` raises the first.
+`inspect_files` lists all problems; `make_plan` raises the first one.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from conversion import hf_config
+from conversion import hf_config, stored_modules
 from conversion.families import Layout
 from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import param_specs, stored_layout, tied_copies
@@ -17,13 +17,6 @@ from conversion.norm_storage import with_norm_storage
 from conversion.quantized_formats import DESCRIPTIONS, SCALE_ENDS, described_quantization, find_packed_format
 from conversion.read_params import MakeArray, ScaleMap, read_as, read_scales, read_values, scale_spec
 from conversion.safetensors_header import E4M3, FLOAT32
-from conversion.stored_modules import (
-    count_stored_modules,
-    read_module_files,
-    with_own_copies,
-    with_own_head,
-    with_stored_modules,
-)
 from conversion.tensor_slice import ParamSpec
 from conversion.tensor_types import SUPPORTED, describe_mixed, find_scales, param_dtype
 from mtpjax.errors import CheckpointFileError, ConfigError
@@ -33,13 +26,13 @@ from mtpjax.models.quantized import BlockScaled
 
 log = logging.getLogger("mtpjax.conversion")
 
-# Ends of names of tensors that are not needed: tables of rotary embeddings, and scales of activations and KV caches of
-# quantized checkpoints. mtpjax does not compute activations or caches in 8 bits.
+# Suffixes of tensors that are not needed: rotary embedding tables, and quantized checkpoints' scales for activations
+# and KV caches. mtpjax does not compute activations or caches in 8 bits.
 IGNORED_SUFFIXES = (
     *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
     *(".input_scale", ".k_scale", ".v_scale", ".q_scale"),
 )
-# Prefixes of tensors that do not belong to the language model of a multimodal checkpoint.
+# Prefixes of tensors in a multimodal checkpoint that do not belong to the language model.
 OTHER_PARTS = (
     *("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector."),
     *("vision_model.", "vit_large_projector."),
@@ -55,16 +48,16 @@ class LoadPlan:
     layout: Layout
     specs: dict[str, ParamSpec]  # by flat parameter name
     scales: ScaleMap
-    tied: dict[str, str]  # copies in the files -> the tensor that they repeat
+    tied: dict[str, str]  # copy in the files -> the tensor that it duplicates
     other: tuple[str, ...]  # tensors outside the language model; exports write them back
     missing: tuple[str, ...]
     extra: tuple[str, ...]  # unknown tensors
-    dtypes: dict[str, np.dtype]  # of each parameter; float32 for one that cannot be read
-    mixed: str  # describes parameters that are assembled from tensors of several dtypes; may be empty
+    dtypes: dict[str, np.dtype]  # by parameter name; float32 for parameters that cannot be read
+    mixed: str  # describes parameters that are assembled from tensors with different dtypes; may be empty
     problems: tuple[str, ...]  # why the checkpoint cannot be loaded
 
     def make_param(self, files: CheckpointFiles, path: str, make: MakeArray) -> Any:
-        """Makes a parameter with `make(path, spec, dtype, read)`, or from fp8 a `BlockScaled` of two such arrays."""
+        """Makes a parameter with `make(path, spec, dtype, read)`; fp8 gives a `BlockScaled` of two such arrays."""
         dtype, spec, scales = self.dtypes[path], self.specs[path], self.scales
         if dtype != E4M3:
             return make(path, spec, dtype, lambda index: read_as(files, scales, spec, index, dtype))
@@ -85,13 +78,14 @@ def make_plan(
     """Plans loading, and rejects a checkpoint that cannot be loaded completely.
 
     Args:
-        dtype: dtype of all parameters; None keeps those of the files.
-        model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: accept unknown tensors outside the language model. Loading ignores them, conversion keeps them.
-        is_copied: tensors are only copied, so unknown ones are accepted.
+        dtype: dtype of all parameters; None keeps the files' dtypes.
+        model_type: the family to use instead of the one in `config.json`.
+        allow_extra: accept unknown tensors that do not belong to the language model. Loading ignores them, conversion
+            keeps them.
+        is_copied: tensors are only copied, so accept unknown tensors.
 
     Raises:
-        CheckpointFileError: tensors are missing, unknown, or of the wrong shape or dtype.
+        CheckpointFileError: tensors are missing or unknown, or have the wrong shape or dtype.
         ConfigError: `config.json` is damaged or not supported.
     """
     plan = inspect_files(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra, is_copied=is_copied)
@@ -112,10 +106,10 @@ def inspect_files(
 ) -> LoadPlan:
     """Plans loading, and lists problems instead of raising them.
 
-    Only headers are read, and the few tensors that the plan depends on: copies of embedding and head, and norms.
+    It reads only headers, and the few tensors that the plan depends on: copies of embedding and head, and norms.
 
     Returns:
-        The plan; `problems` holds what `make_plan` raises.
+        The plan; `problems` has the messages of the errors that `make_plan` raises.
 
     Raises:
         CheckpointFileError: MTP modules are stored in different ways.
@@ -125,14 +119,14 @@ def inspect_files(
     # Check for quantized formats first: they explain names and shapes that would look wrong.
     packed = find_packing(files, values)
     parsed = _parse_config(values, model_type, packed)
-    # The files determine what the configuration does not state: the number of modules, whether these have a separate
+    # The files determine what the configuration leaves open: the number of modules, whether the modules have a separate
     # embedding and head, and how norms are stored.
-    read_module_files(files, parsed)
+    stored_modules.read_module_files(files, parsed)
     layout = stored_layout(parsed.layout, parsed.model, files.tensors.__contains__)
-    config = with_stored_modules(parsed, layout, files)
-    config = with_own_copies(with_own_head(config, layout, files), layout, files)
+    config = stored_modules.with_own_head(stored_modules.with_stored_modules(parsed, layout, files), layout, files)
+    config = stored_modules.with_own_copies(config, layout, files)
     specs = param_specs(config, layout, files.tensors.__contains__)
-    # Reading the norms needs the names of their tensors.
+    # This reads the norms, so it needs their tensor names.
     config = with_norm_storage(config, specs, files)
     tied = {copy: original for copy, original in tied_copies(config, layout) if copy in files.tensors}
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
@@ -143,7 +137,7 @@ def inspect_files(
         log.warning(
             "%s says that weights are quantized, but the tensors are not: they are read without dequantization", said
         )
-    # The remaining tensors: other parts of a multimodal model, tensors that are not needed, and unknown ones.
+    # The remaining tensors are other parts of a multimodal model, not needed, or unknown.
     known = wanted.keys() | tied.keys() | set(scale_names.values())
     known |= {f"{name}{end}" for name in tied for end in SCALE_ENDS if files.tensors[name].dtype == E4M3}
     other, extra = [], []
@@ -153,7 +147,7 @@ def inspect_files(
         (other if name.startswith(OTHER_PARTS) or name.endswith(IGNORED_SUFFIXES) else extra).append(name)
     missing, mixed = wanted.keys() - files.tensors.keys(), ""
     dtypes: dict[str, np.dtype] = {path: FLOAT32 for path in specs}
-    # The problems in the order in which loading raises them.
+    # List the problems in the order in which loading raises them.
     problems = [packed] if packed else [*_find_shape_problems(config, layout, files, wanted), *scale_problems]
     if packed:
         missing, extra = set(), []
@@ -199,7 +193,7 @@ def _parse_config(values: Any, model_type: str | None, packed: str | None) -> hf
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
-    """Returns which unsupported format the weights are packed in, and what to do; None if they are not packed."""
+    """Returns the unsupported format in which the weights are packed, and what to do; None if they are not packed."""
     tensors = {name: tensor for name, tensor in files.tensors.items() if not name.startswith(OTHER_PARTS)}
     found = find_packed_format(tensors, values, read_descriptions(files), SUPPORTED)
     return found and f"{files.path}: {found}"
@@ -215,10 +209,10 @@ def read_descriptions(files: TensorSource) -> dict[str, Any]:
 def _find_shape_problems(
     config: ModelConfig, layout: Layout, files: CheckpointFiles, wanted: dict[str, tuple[int, ...]]
 ) -> list[str]:
-    """Describes missing tensors, and those whose shapes differ from the configuration's."""
+    """Describes missing tensors, and tensors whose shapes do not match the configuration."""
     problems = []
     if missing := sorted(wanted.keys() - files.tensors.keys()):
-        found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
+        found, named = stored_modules.count_stored_modules(config, layout, files), config.num_mtp_modules
         modules = f"; config.json states {named} MTP modules, the files have {found}" if found < named else ""
         problems.append(
             f"{files.path} lacks {count_of(len(missing), 'tensor')}{modules}; missing: {', '.join(missing[:5])}"
@@ -230,8 +224,12 @@ def _find_shape_problems(
 
 
 def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFiles, allow_extra: bool) -> list[str]:
-    """Describes unknown tensors. Those inside the language model would change its output, so they are never ignored."""
-    inside = [name for name in extra if _is_inside(name, layout)]
+    """Describes unknown tensors. Tensors in the language model would change its output, so they are never ignored."""
+    # The language model: trunk, head and MTP modules.
+    parts = [f"{layout.trunk}{part}" for part in ("layers.", "norm.", "embed_tokens")]
+    modules = layout.modules if layout.is_under_mtp else f"{layout.modules}mtp"
+    prefixes = (*parts, modules, layout.head.removesuffix("weight"))
+    inside = [name for name in extra if name.startswith(prefixes)]
     if inside:
         return [
             f"{files.path} has {count_of(len(inside), 'tensor')} that the model of config.json does not use: "
@@ -243,10 +241,3 @@ def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFile
         f"{files.path} has {len(extra)} unknown tensors: {', '.join(extra[:5])}; "
         "allow_extra (--allow-extra) ignores them"
     ]
-
-
-def _is_inside(name: str, layout: Layout) -> bool:
-    """Returns whether a tensor belongs to the language model: trunk, head or MTP modules."""
-    parts = [f"{layout.trunk}{part}" for part in ("layers.", "norm.", "embed_tokens")]
-    modules = layout.modules if layout.is_under_mtp else f"{layout.modules}mtp"
-    return name.startswith((*parts, modules, layout.head.removesuffix("weight")))

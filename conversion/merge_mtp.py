@@ -1,7 +1,7 @@
 """Merges MTP modules back into a full Hugging Face checkpoint: the inverse of `export_mtp`.
 
-Unchanged tensors keep their bytes. A changed tensor is cast, or quantized to block-scaled fp8, to the dtype of the
-tensor that it replaces.
+Unchanged tensors keep their bytes. A changed tensor gets the dtype of the tensor that it replaces: it is cast, or
+quantized to block-scaled fp8.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
 
-ADDED = "model-mtp.safetensors"  # the file of modules that the base lacks
+ADDED = "model-mtp.safetensors"  # the file for modules that the base lacks
 
 
 @dataclasses.dataclass
 class MergeReport:
-    """Counts of the modules' tensors: `equal` to the base's, `replaced` there, or `added`."""
+    """Counts of the modules' tensors: `equal` to the base's, `replaced` in the base, or `added` to it."""
 
     equal: int = 0
     replaced: int = 0
@@ -50,10 +50,10 @@ def merge_tensors(
         target: the folder to write. It appears only when it is complete.
 
     Raises:
-        CheckpointFileError: the shape of a tensor differs from that of the tensor that it replaces.
+        CheckpointFileError: a tensor's shape differs from the shape of the tensor that it replaces.
     """
     report, changed = _compare(files, plan, modules)
-    # A changed fp8 tensor gets new scales, so the tensor of its scales changes with it.
+    # A changed fp8 tensor gets new scales, so its scale tensor changes too.
     scaled_tensor = {plan.scales.names[name]: name for name in changed if name in plan.scales.names}
     # The base's files keep their headers, since names, dtypes and shapes stay. New modules get a separate file.
     shards = []
@@ -97,7 +97,7 @@ def merge_tensors(
 
 
 def _compare(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors) -> tuple[MergeReport, set[str]]:
-    """Compares the modules' tensors with the base's; returns the counts, and the names of those that changed."""
+    """Compares the modules' tensors with the base's. Returns the counts, and the names of changed tensors."""
     report, changed = MergeReport(), set()
     for name, entry in modules.entries.items():
         if name not in files.tensors:
@@ -113,8 +113,8 @@ def _compare(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors) -> 
 
 
 def _is_equal(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors, name: str) -> bool:
-    """Returns whether an export of the base would have this tensor of the modules."""
-    # An export of an fp8 checkpoint holds bfloat16: dequantize the base in the same way before comparing.
+    """Returns whether an export of the base would contain the same tensor as the modules."""
+    # An export of an fp8 checkpoint contains bfloat16: dequantize the base in the same way before comparing.
     dtype = modules.entries[name].dtype
     ours = (block.astype(dtype) for block in dequantized_blocks(files, plan.scales, name, dtype))
     return streams_equal(ours, modules.blocks(name))

@@ -1,4 +1,4 @@
-"""Reads the MTP modules for a merge from an export or from a full checkpoint."""
+"""Reads the MTP modules for a merge, from an export or from a full checkpoint."""
 
 import dataclasses
 import logging
@@ -36,25 +36,25 @@ log = logging.getLogger("mtpjax.conversion")
 
 @dataclasses.dataclass
 class ModuleTensors:
-    """Tensors of MTP modules, under the names of a full checkpoint."""
+    """Tensors of MTP modules, under the names that they have in a full checkpoint."""
 
-    count: int  # of modules
+    count: int  # number of modules
     entries: dict[str, TensorEntry]
-    blocks: Callable[[str], Iterator[np.ndarray]]  # name -> the rows of the tensor, block by block
-    plan: LoadPlan  # the base's plan, with the naming of the modules
+    blocks: Callable[[str], Iterator[np.ndarray]]  # name -> the tensor's rows, block by block
+    plan: LoadPlan  # the base's plan, with the modules' tensor names
     own_embedding: bool = False  # the modules have a separate embedding
 
 
 def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Reads the modules of an export, or of a full checkpoint such as the original release of a fine-tuned model.
+    """Reads the modules from an export, or from a full checkpoint such as the original release of a fine-tuned model.
 
-    Copies of the trunk's embedding and head are omitted: the modules use those of the base, as in inference engines.
+    Copies of the trunk's embedding and head are omitted: the modules use the base's, as in inference engines.
 
     Returns:
         The modules, under their names in `base`.
 
     Raises:
-        CheckpointFileError: the source has no modules, or they do not fit the base.
+        CheckpointFileError: the source has no modules, or they do not match the base.
     """
     is_export = (pathlib.Path(source.path) / EXPORT_FILE).is_file()
     modules = _from_export(source, base, plan) if is_export else _from_full(source, base, plan)
@@ -63,7 +63,7 @@ def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan)
 
 
 def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Lists the tensors of an export, except those shared with the trunk."""
+    """Lists an export's tensors, except those shared with the trunk."""
     # The export's configuration counts the modules; a base that has modules must have as many.
     values = exported.json("config.json")
     count = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
@@ -71,11 +71,11 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
         raise CheckpointFileError(
             f"{exported.path} has {count!r} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
         )
-    # Modules of dense models are under `mtp.`, or further layers in older exports.
+    # Modules of dense models are under `mtp.`; in older exports, they are additional layers.
     has_mtp = any(".mtp." in f".{name}" for name in exported.tensors)
     plan = _with_modules(plan, count, "layers" if plan.layout.mtp == "mtp_each" and not has_mtp else plan.layout.mtp)
     config = plan.config
-    # Exports of Qwen have the trunk's embedding and head under the original's prefix. A merge keeps those of the base.
+    # Qwen exports have the trunk's embedding and head under the original's prefix. A merge keeps the base's.
     names = {}
     for name in exported.tensors:
         trunk = next((each for each in TRUNK_PREFIXES if name == f"{each}embed_tokens.weight"), None)
@@ -102,7 +102,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
 
 
 def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Lists the tensors of modules of a full checkpoint, or of a folder with only its modules."""
+    """Lists the modules' tensors in a full checkpoint, or in a folder with only its modules."""
     given = inspect_files(source, is_copied=True)
     needed, trunk = slices_under("mtp_", given.specs).keys(), slices_under("trunk/", given.specs).keys()
     # A folder with only the modules' file, under the original names, has no trunk.
@@ -140,10 +140,10 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
 
 
 def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> None:
-    """Rejects modules whose norm weights are stored differently from those of the base.
+    """Rejects modules whose norm weights are stored differently from the base's.
 
     Args:
-        is_centred: the modules store `w`, which is applied as `1 + w`.
+        is_centred: whether the modules store `w`, which is applied as `1 + w`.
 
     Raises:
         CheckpointFileError: one stores `w` and the other `1 + w`.
@@ -158,7 +158,7 @@ def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> 
 
 
 def _check_norms_of_export(exported: CheckpointFiles, names: dict[str, str], base: CheckpointFiles, plan: LoadPlan):
-    """Checks that an export stores norms as the base does. `names` maps names in the base to those of the export."""
+    """Checks that an export stores norms as the base does. `names` maps names in the base to names in the export."""
     if not FAMILIES[plan.model_type].fixed.get("zero_centred_norm"):
         return
     specs = param_specs(plan.config, plan.layout, names.__contains__)
@@ -170,13 +170,13 @@ def _check_norms_of_export(exported: CheckpointFiles, names: dict[str, str], bas
 
 
 def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:
-    """Returns the base's plan with the number and the naming of the merged modules."""
+    """Returns the base's plan with the merged modules' number and tensor names."""
     layout = plan.layout if plan.config.num_mtp_modules else dataclasses.replace(plan.layout, mtp=mtp)
     return dataclasses.replace(plan, config=dataclasses.replace(plan.config, num_mtp_modules=count), layout=layout)
 
 
 def _copies(config: ModelConfig, plan: LoadPlan) -> dict[str, set[str]]:
-    """Returns the names of the copies of embedding and head that modules may have."""
+    """Returns the names that the modules' copies of embedding and head would have."""
     around = [mtp_names(config, plan.layout, number)[1] for number in range(config.num_mtp_modules)]
     return {part: {names[part] for names in around if part in names} for part in ("embedding", "head")}
 

@@ -1,6 +1,6 @@
-"""Maps the tensors of a Hugging Face checkpoint to the parameters of the model.
+"""Maps a Hugging Face checkpoint's tensors to the model's parameters.
 
-`param_specs` lists every parameter with the tensor slices that it is assembled from. Loading, export and `inspect` use
+`param_specs` lists every parameter with the tensor slices from which it is assembled. Loading, export and `inspect` use
 this table.
 """
 
@@ -18,16 +18,16 @@ from mtpjax.models.config import LayerKind, ModelConfig
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TRUNK_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of embedding, layers and final norm
-# MiMo's and MiMo-V2's list of modules, and the names of a module's projection and of its input norms.
+# MiMo's and MiMo-V2's names of the module list, and of a module's projection and input norms.
 MIMO = {
     "mimo": ("mtp_layers", "input_proj", "token_layernorm", "hidden_layernorm"),
     "mimo_v2": ("mtp.layers", "eh_proj", "enorm", "hnorm"),
 }
 
-# The tensors around the decoder layer of a module.
+# The tensors around a module's decoder layer.
 AROUND_LAYER = ("project", "norm_embedding", "norm_hidden", "norm_output", "embedding", "head")
 
-# The weights file of an export, and the starts of names of the tensors around a module's decoder layer.
+# The weights file in an export, and the prefixes of the tensors around a module's decoder layer.
 EXPORT_FILE = "mtp_layer_parameters.safetensors"
 EXPORTED_AROUND = (
     *("embed_tokens.", "shared_head.", "transformer.shared_head.", "final_layernorm."),
@@ -39,7 +39,7 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
     """Lists every parameter of a model.
 
     Args:
-        has: decides whether experts are stored one by one or stacked.
+        has: shows whether experts are stored one by one or stacked.
 
     Returns:
         The specs by flat parameter name, such as "trunk/layer_0/attention/qkv".
@@ -95,20 +95,20 @@ def _decoder_layer(
 
 
 def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, dict[str, str]]:
-    """Names the tensors of an MTP module.
+    """Returns the names of an MTP module's tensors.
 
     Returns:
         `(prefix, around)`: the prefix of the module's decoder layer, and the names of the tensors around that layer by
         role (`AROUND_LAYER`). "embedding" and "head" are included only if the family may store copies of them.
     """
-    # Qwen: all modules share one projection and its norms. Dense models of mtpjax ("mtp_each") use the same names; with
-    # several modules, each layer has a projection and norms.
+    # Qwen: all modules share one projection and its norms. mtpjax's dense models ("mtp_each") use the same names, but
+    # with several modules, each layer has a projection and norms.
     if layout.is_under_mtp:
         prefix = f"{layout.modules}layers.{number}."
         shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else layout.modules
         norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
         return prefix, _around(shared, "fc", *norms, "embed_tokens", "lm_head")
-    # MiMo: a separate list of layers, without copies of embedding and head.
+    # MiMo: a separate list of layers, with no copies of embedding or head.
     if layout.mtp in MIMO:
         layers, *names = MIMO[layout.mtp]
         prefix = f"{layout.modules}{layers}.{number}."
@@ -123,17 +123,17 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
 
 
 def _around(prefix: str, *names: str) -> dict[str, str]:
-    """Names the tensors around a module's layer by role; the last roles may be missing."""
+    """Returns the names of the tensors around a module's layer by role; the last roles may be missing."""
     return {what: f"{prefix}{name}.weight" for what, name in zip(AROUND_LAYER, names, strict=False)}
 
 
 def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool]) -> Layout:
-    """Adapts a family's layout to a checkpoint: programs save a family under different prefixes.
+    """Adapts a family's layout to a checkpoint, because programs save a family under different prefixes.
 
     Returns:
         The layout with the trunk's prefix, the name of a tied embedding, and the location of the MTP modules.
     """
-    # transformers saves the text model of Qwen3.5 as `model.`; the published files have `model.language_model.`.
+    # transformers saves Qwen3.5's text model under `model.`; the published files have `model.language_model.`.
     trunks = (layout.trunk, *TRUNK_PREFIXES)
     trunk = next((trunk for trunk in trunks if has(f"{trunk}embed_tokens.weight") or has(f"{trunk}norm.weight")), None)
     layout = dataclasses.replace(layout, trunk=trunk or layout.trunk)
@@ -158,7 +158,7 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
 
 
 def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
-    """Returns the prefixes of the tensor names of MTP modules: at least one, even without modules."""
+    """Returns the prefixes of the MTP modules' tensor names: at least one, even without modules."""
     if layout.is_under_mtp:
         return (layout.modules,)
     if layout.mtp == "ernie":
@@ -167,7 +167,7 @@ def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
 
 
 def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yields `(copy, original)`: tensors that may repeat the trunk's embedding or head, and the repeated tensor.
+    """Yields `(copy, original)`: a tensor that may duplicate the trunk's embedding or head, and the duplicated tensor.
 
     Some checkpoints store a copy of both in every MTP module, and a copy of a tied embedding as the head.
     """
@@ -197,7 +197,7 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
         return f"model.{name.removeprefix(layout.modules)}" if is_of_module else None
     if name == "rot.weight":  # a rotation that some quantized checkpoints have
         return "model.rot.weight"
-    # Modules are the decoder layers after those of the trunk.
+    # Modules are the decoder layers after the trunk's.
     found = re.fullmatch(rf"{re.escape(layout.modules)}layers\.(\d+)\.(.+)", name)
     if found is None or int(found[1]) < config.num_hidden_layers:
         return None
@@ -210,7 +210,7 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
     """Inverts `exported_name`.
 
     Raises:
-        CheckpointFileError: an export has no tensor of this name.
+        CheckpointFileError: no tensor in an export has this name.
     """
     if layout.is_under_mtp:
         return re.sub(r"^(?:[\w.]+\.)?mtp\.", layout.modules, name)
@@ -218,7 +218,7 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
         return layout.modules + name.removeprefix("model.")
     if name == "model.rot.weight":
         return "rot.weight"
-    # Tensors of a single module have no layer number, except those of its decoder layer.
+    # If there is a single module, only the tensors of its decoder layer have a layer number.
     found = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)", name)
     if found is None:
         raise CheckpointFileError(f"tensor {name} does not belong to an MTP module")
@@ -226,6 +226,6 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
 
 
 def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
-    """Lists the trunk's tensors that exports of Qwen contain in addition to the modules: embedding and head."""
-    # Inference engines run an export of Qwen as a complete model, which needs both.
+    """Lists the trunk's tensors that Qwen exports contain in addition to the modules: embedding and head."""
+    # Inference engines run a Qwen export as a complete model, which needs both.
     return [layout.embedding] if config.tie_word_embeddings else [layout.embedding, layout.head]

@@ -1,7 +1,7 @@
 """Determines whether a checkpoint stores norm weights as `w` (zero-centred) or as `1 + w`.
 
 Norm weights start training at 0 or 1 and stay close to it, so their means show the convention. Conversion programs add
-1 to some or all norms, often to those of the trunk but not of the MTP modules.
+1 to some or all norms, often to the trunk's norms but not to the MTP modules'.
 """
 
 import collections
@@ -19,11 +19,11 @@ from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-CENTRED, SHIFTED = 0.4, 0.6  # weights with a mean below the first are w, above the second 1 + w
+CENTRED, SHIFTED = 0.4, 0.6  # weights with a mean below the first are w; above the second, they are 1 + w
 
 
 def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: CheckpointFiles) -> ModelConfig:
-    """Sets `zero_centred_norm` and `mtp_norm_differs` as the files store norm weights.
+    """Sets `zero_centred_norm` and `mtp_norm_differs` to match how the files store norm weights.
 
     Only families whose norms scale by `1 + w` need this.
 
@@ -34,7 +34,7 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
         return config
     means = _norm_means(specs, files)
     trunk = {name: found for name, found in means.items() if not name.startswith("mtp_")}
-    # The final norm and those of queries and keys may drift far from 1; the norms before attention do not.
+    # The final norm and the query and key norms may drift far from 1; the norms before attention do not.
     first = [found for name, found in trunk.items() if name.endswith("norm_attention/scale")]
     is_centred = find_norm_storage("the trunk", [mean for _, mean, _ in first], default=True)
     if not is_centred:
@@ -43,7 +43,7 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
             np.median([mean for _, mean, _ in first]),
         )
     _warn_of_mixture("the trunk", trunk.values(), is_centred)
-    # A module has only a few norms, so all of them count.
+    # A module has only a few norms, so use all of them.
     found = {}
     for number in range(config.num_mtp_modules):
         own = [each for name, each in means.items() if name.startswith(f"mtp_{number}/")]
@@ -65,11 +65,11 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
 
 
 def _norm_means(specs: dict[str, ParamSpec], files: CheckpointFiles) -> dict[str, tuple[str, float, float]]:
-    """Returns `(tensor, mean, least)` of every norm that has a convention, by parameter name."""
+    """Returns `(tensor, mean, least)` for every norm that may be stored either way, by parameter name."""
     means = {}
     for path, spec in specs.items():
         name = spec.slices[0].name
-        # Tensors of other shapes and dtypes are rejected later.
+        # Tensors with other shapes and dtypes are rejected later.
         if not path.endswith("/scale") or name not in files.tensors:
             continue
         if files.tensors[name].dtype in FLOATS and files.tensors[name].shape == spec.shape:
@@ -82,7 +82,7 @@ def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
     """Returns whether norms are stored as `w`, by the median of their means.
 
     Args:
-        default: the result without norms and, with a warning, for means that fit neither convention.
+        default: the result if there are no norms or, with a warning, if the means fit neither convention.
     """
     if not means:
         return default
@@ -98,7 +98,7 @@ def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
 
 
 def _warn_of_mixture(what: str, norms: Iterable[tuple[str, float, float]], is_centred: bool) -> None:
-    """Warns if some kind of norm seems to be stored in the other way."""
+    """Warns if some kind of norm seems to be stored the other way."""
     kinds: dict[str, list[tuple[str, float, float]]] = collections.defaultdict(list)
     for name, mean, least in norms:
         kinds[".".join(part for part in name.split(".") if not part.isdecimal())].append((name, mean, least))

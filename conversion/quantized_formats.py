@@ -1,6 +1,6 @@
-"""Recognizes unsupported quantized formats by the names and dtypes of tensors, for error messages.
+"""Recognizes unsupported quantized formats by tensor names and dtypes, for error messages.
 
-The tensors decide, since configurations may be wrong or out of date. Messages only quote the configuration.
+The tensors decide, because configurations may be wrong or out of date. Messages only quote the configuration.
 """
 
 import json
@@ -13,7 +13,7 @@ from conversion.safetensors_header import DTYPES, TensorInfo
 Tensors = Mapping[str, TensorInfo]
 FP8 = (DTYPES["F8_E4M3"], DTYPES["F8_E5M2"])
 DESCRIPTIONS = ("hf_quant_config.json", "quantize_config.json", "quant_model_description.json")
-SCALE_ENDS = ("_scale_inv", "_scale")  # ends of names of scales: DeepSeek's, and those of some other programs
+SCALE_ENDS = ("_scale_inv", "_scale")  # suffixes of scale tensors: DeepSeek's, and some other programs'
 ORIGINAL = "load the original release in bfloat16"
 
 
@@ -21,9 +21,9 @@ class PackedFormat(NamedTuple):
     """An unsupported quantized format."""
 
     name: str
-    ends: str  # pattern of the end of a tensor's name, specific to this format
+    ends: str  # regular expression for the end of a tensor's name
     fits: Callable[[Tensors, str, str], bool]  # arguments: all tensors, the tensor's name, the name without the end
-    way: str = ORIGINAL
+    way: str = ORIGINAL  # what the user can do
 
 
 def _any(tensors: Tensors, name: str, stem: str) -> bool:
@@ -36,7 +36,7 @@ def _is(*kinds: str) -> Callable[[Tensors, str, str], bool]:
 
 
 def _is_beside(*ends: str, kinds: tuple[str, ...] = tuple(DTYPES)) -> Callable[[Tensors, str, str], bool]:
-    """Accepts a tensor of one of these dtypes if all these companion tensors exist."""
+    """Accepts a tensor that has one of these dtypes, if all these companion tensors exist."""
     has_dtype = _is(*kinds)
     return lambda tensors, name, stem: has_dtype(tensors, name, stem) and all(f"{stem}{end}" in tensors for end in ends)
 
@@ -95,7 +95,7 @@ FORMATS = (
 
 
 def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str, Any], supported: str) -> str | None:
-    """Returns the unsupported format of a packed checkpoint, a tensor that shows it, and what to do; else None."""
+    """Returns a message with the format of a packed checkpoint, a tensor that shows it, and what to do; else None."""
     # Every packed format has integer tensors, fp8 tensors other than plain weights, or specific names.
     odd = [name for name in tensors if tensors[name].dtype.kind in "iu" or name.endswith(OWN_NAMES)]
     odd += [name for name in tensors if tensors[name].dtype in FP8 and not name.endswith((".weight", "_proj"))]

@@ -1,8 +1,8 @@
-"""Reads parameters, or parts of them, from the tensors of a checkpoint, and dequantizes block-scaled fp8.
+"""Reads parameters, or parts of them, from a checkpoint's tensors, and dequantizes block-scaled fp8.
 
 fp8 checkpoints (DeepSeek-V3) store `[out, in]` weights as float8_e4m3fn, with one scale per block of usually 128 x 128.
-Scales are floats, or powers of two stored as exponents (e8m0). A parameter has one scale per block along its input axis
-and repeats the scales along the rows, so that any transposition of the weight also applies to its scales.
+Scales are floats, or powers of two stored as exponents (e8m0). A parameter has one scale per block along its input
+axis, and repeats the scales along the rows, so that any transposition of the weight also applies to its scales.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ MakeArray = Callable[[str, ParamSpec, np.dtype, ReadPart], Any]  # path, spec, d
 
 @dataclasses.dataclass(frozen=True)
 class ScaleMap:
-    """The location of the scales of fp8 tensors."""
+    """The names and block size of fp8 tensors' scales."""
 
-    names: dict[str, str]  # fp8 tensor -> the tensor of its scales
+    names: dict[str, str]  # fp8 tensor -> its scale tensor
     block: tuple[int, int] = (0, 0)  # rows and columns of a tensor that share a scale; unused without fp8
 
 
 def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
-    """Describes the scales of a parameter.
+    """Describes a parameter's scales.
 
     Returns:
         A spec whose input axis counts blocks; the other axes are as in the parameter.
     """
-    # Along the input axis one scale serves a whole block; along the other axes scales are repeated.
+    # Along the input axis, one scale serves a whole block; along the other axes, scales are repeated.
     shape = list(spec.shape)
     shape[spec.in_axis] = -(-shape[spec.in_axis] // scales.block[1])
     return dataclasses.replace(spec, shape=tuple(shape))
@@ -51,7 +51,7 @@ def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index
         values = files.read_checked(piece.name, begin, end)
         if piece.name not in scales.names:
             return values
-        # The rows of a tensor have all of its columns, so the scales need no cutting.
+        # `rows` reads all columns of a tensor, so the scales need no cutting.
         return dequantize(values, _read_scale_rows(files, scales, piece.name, begin, end), 1, scales.block[1], 0)
 
     return _assemble(spec, index, dtype, rows)
@@ -62,9 +62,9 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
 
     Args:
         values: float8_e4m3fn, any shape; a part of an array along `axis`.
-        scales: float32, with the axes of `values`, and one entry per block along `axis` of the whole array.
+        scales: float32, with the same axes as `values`, and one entry per block along `axis` of the whole array.
         axis: the axis along which `block` elements share a scale.
-        begin: the position of `values` along `axis` in the whole array.
+        begin: the start index of `values` along `axis` in the whole array.
     """
     # Repeat each scale for the elements of its block, and cut out the part that `values` covers.
     part = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
@@ -72,19 +72,19 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
 
 
 def read_values(files: TensorSource, spec: ParamSpec, index: Index) -> np.ndarray:
-    """Reads a part of a parameter in the dtype of its tensors, without applying scales."""
+    """Reads a part of a parameter in its tensors' dtype, without applying scales."""
     dtype = files.tensors[spec.slices[0].name].dtype
     return _assemble(spec, index, dtype, lambda piece, begin, end: files.read_checked(piece.name, begin, end))
 
 
 def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index) -> np.ndarray:
-    """Reads the float32 scales of a part of a parameter, repeated along the tensors' rows."""
+    """Reads the float32 scales for a part of a parameter, repeated along the tensors' rows."""
     rows = lambda piece, begin, end: _read_scale_rows(files, scales, piece.name, begin, end)
     return _assemble(scale_spec(spec, scales), index, FLOAT32, rows)
 
 
 def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: int, end: int) -> np.ndarray:
-    """Reads the scales of rows of an fp8 tensor, one row of scales for each row of the tensor."""
+    """Reads the scales for rows of an fp8 tensor, one row of scales for each row of the tensor."""
     # Repeat each row of scales for the rows of its block, then cut out the requested rows.
     side = scales.block[0]
     first = begin // side
@@ -93,14 +93,14 @@ def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: in
 
 
 def read_scale_blocks(files: TensorSource, name: str, begin: int, end: int) -> np.ndarray:
-    """Reads rows of a tensor of scales as float32.
+    """Reads rows of a scale tensor as float32.
 
     Raises:
         CheckpointFileError: an exponent is 255, which is NaN.
     """
     scales = decode_scales(stored := files.read_checked(name, begin, end))
     if stored.dtype in (np.uint8, E8M0) and np.isnan(scales).any():
-        raise CheckpointFileError(f"tensor {name} holds exponents (e8m0), and some are 255, which is NaN")
+        raise CheckpointFileError(f"tensor {name} contains exponents (e8m0), and some are 255, which is NaN")
     return scales
 
 
@@ -117,7 +117,7 @@ def encode_scales(scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Inverts `decode_scales`.
 
     Args:
-        dtype: dtype of the file's scales. Exponents need powers of two.
+        dtype: dtype of the scales in the file. For exponents, `scales` must be powers of two.
     """
     return scales.astype(E8M0).view(np.uint8) if dtype == np.uint8 else scales.astype(dtype)
 
@@ -130,7 +130,7 @@ def _assemble(
     out = _aligned([end - begin for begin, end in index], dtype)
     for piece in spec.slices:
         for block in piece.blocks(dtype.itemsize):
-            # Only the blocks that overlap the part are read.
+            # Read only the blocks that overlap the part.
             overlap = _overlap(block, spec, index)
             if overlap is not None:
                 narrow, local, target = overlap
@@ -156,7 +156,7 @@ def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
     local, target = [], []
     narrow = piece
     for axis, (place, size, (begin, end)) in enumerate(zip(piece.target, spec.shape, index, strict=True)):
-        # The slice has one position along this axis, such as the expert's number: inside the part or not.
+        # The slice has one index along this axis, such as an expert's, which is inside the part or not.
         if not isinstance(place, slice):
             if not begin <= place < end:
                 return None
@@ -168,7 +168,7 @@ def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
         if low >= high:
             return None
         target.append(slice(low - begin, high - begin))
-        # Along the tensor's rows, only the intersection is read; along other axes, the rest is cut off after reading.
+        # Along the tensor's rows, read only the intersection; along other axes, cut the rest off after reading.
         if axis == piece.rows_axis:
             narrow = piece.narrowed(low - first, high - first)
             local.append(slice(None))

@@ -1,7 +1,7 @@
 """Rotary embeddings in `config.json`: `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
 
-Values mean the same as in transformers. A value that transformers rejects, or whose frequencies depend on the length
-of the text, is an error.
+Values have the same meaning as in transformers. Values that transformers rejects, or that make the frequencies depend
+on the text length, raise an error.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # longer than `max_position_embeddings`, which decoding rejects.
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3", "mrope")
 
-# MiMo-V2's older keys, one for each type of layer. Files with only some of them have no defined meaning.
+# MiMo-V2's older keys for both layer types. Files with only some of them have no defined meaning.
 OLDER_KEYS = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
 
 
 def with_defaults(stated: dict[str, Any], defaults: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Adds a family's default values; those of rotary embeddings only where transformers uses them.
+    """Adds a family's default values, but rotary defaults only where transformers uses them.
 
     Raises:
-        ConfigError: the family needs rotary settings for each type of layer, and the file has only some older keys.
+        ConfigError: the family needs rotary settings for each layer type, and the file has only some older keys.
     """
     is_stated = stated.get("rope_parameters") is not None
     stated = {key: value for key, value in stated.items() if key != "rope_parameters" or is_stated}
@@ -54,7 +54,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
     """Reads the fields of `ModelConfig` for rotary embeddings.
 
     Args:
-        rotates_part: the transformers class can rotate a part of each head.
+        rotates_part: whether the transformers class can rotate only a part of each head.
 
     Raises:
         ConfigError: the values are damaged or not supported.
@@ -62,7 +62,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
     section = _section(reader)
     if FULL not in section.values:
         return _read_section(section, reader, rotates_part)
-    # A section for each type of layer.
+    # There is a section for each layer type.
     for name in (FULL, SLIDING):
         if name in section.values and section.get(name) is None:
             raise ConfigError(f"config.json: rope_parameters with {name} null (no rotary embedding) is not supported")
@@ -81,7 +81,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
 
 
 def describe_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Returns the section of `config.json` for a rotary scaling, without optional keys that are not set."""
+    """Returns the `config.json` section for a rotary scaling, without optional keys that are not set."""
     kinds = {Yarn: "yarn", Llama3Scaling: "llama3", LinearScaling: "linear", type(None): "default"}
     values = {} if scaling is None else dataclasses.asdict(scaling)
     is_set = {name: value for name, value in values.items() if value not in (None, 0.0) or value is False}
@@ -107,7 +107,7 @@ def _section(reader: ConfigReader) -> ConfigReader:
 
 
 def _kind(section: ConfigReader) -> str:
-    """Returns the type of scaling; "default" for an empty section."""
+    """Returns the scaling type; "default" for an empty section."""
     names = [section.get(key) for key in ("rope_type", "type")]
     given = [name for name in names if name is not None]
     if not given and (section.get("factor") is not None or section.values.keys() & {"rope_type", "type"}):
@@ -147,7 +147,7 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
     """Reads the scaling of one section."""
     kind = _kind(section)
     if kind in ("default", "mrope"):
-        section.seen.discard("factor")  # not used: reported
+        section.seen.discard("factor")  # unused, so report it as an unknown key
         return None
 
     def needed(key: str) -> float:
@@ -157,7 +157,7 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
         return section.number(key, 1.0)
 
     if kind == "dynamic":
-        # With Hunyuan's `alpha` the frequencies of every position change.
+        # Hunyuan's `alpha` would change the frequencies for all positions.
         section.require("alpha")
         needed("factor")
         section.seen.add("original_max_position_embeddings")
@@ -169,7 +169,7 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
         # Llama 3 scales low frequencies only, with a smooth transition.
         factors = {key: needed(key) for key in ("low_freq_factor", "high_freq_factor", "factor")}
         return Llama3Scaling(original_max_position_embeddings=original, **factors)
-    # YaRN. A null factor means the ratio of the lengths; some optional keys are unset if they are null or 0.
+    # YaRN. A null factor means the ratio of the lengths; for some optional keys, null or 0 means unset.
     is_null = "factor" in section.values and section.get("factor") is None
     factor = reader.integer("max_position_embeddings") / original if is_null else needed("factor")
     if "truncate" in section.values and section.get("truncate") is None:

@@ -1,7 +1,7 @@
 """Parses safetensors headers, with every number checked before anything is allocated.
 
 The safetensors package is not used: its NumPy interface cannot return fp8 tensors, it accepts a header that lists a
-tensor twice, and `convert` parses headers without a file. A test compares the results with those of the package.
+tensor twice, and `convert` parses headers without a file. A test compares the results with the package's.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 from mtpjax.errors import CheckpointFileError, printable
 from mtpjax.safe_open import check_json_depth
 
-# The format's names of the supported dtypes; ml_dtypes adds those that NumPy lacks.
+# Supported dtypes by their name in the format; ml_dtypes has those that NumPy lacks.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -32,14 +32,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT32, BF16, E4M3, E8M0 = (DTYPES[name] for name in ("F32", "BF16", "F8_E4M3", "F8_E8M0"))
 FLOATS = (FLOAT32, DTYPES["F16"], BF16)
 
-# Limits far above any real checkpoint, so that a damaged one cannot exhaust the memory.
-MAX_HEADER_BYTES = 32 << 20  # all headers of DeepSeek-V3, with 91,991 tensors, have a tenth of it
+# Limits far above any real checkpoint, so that a damaged checkpoint cannot exhaust memory.
+MAX_HEADER_BYTES = 32 << 20  # all headers of DeepSeek-V3, with 91,991 tensors, take a tenth of this
 MAX_TENSORS = 500_000
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Name, type and place of a tensor in a safetensors file."""
+    """The name, type and location of a tensor in a safetensors file."""
 
     name: str
     file: str
@@ -76,7 +76,7 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
 
 
 def parse_json(content: bytes, path) -> Any:
-    """Parses JSON of a checkpoint, and rejects duplicate keys: parsers differ in which one they keep.
+    """Parses JSON from a checkpoint, and rejects duplicate keys, because parsers differ in which one they keep.
 
     Raises:
         CheckpointFileError: the content is not JSON, or an object has a key twice.

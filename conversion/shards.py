@@ -1,7 +1,7 @@
 """Writes safetensors files block by block, so that a tensor is never in memory as a whole.
 
 The safetensors package is not used: `save_file` takes whole arrays, reorders tensors and writes a new header, but a
-converted checkpoint must repeat the original header byte for byte.
+converted checkpoint must reproduce the original header byte for byte.
 """
 
 import json
@@ -42,12 +42,12 @@ class Shard(NamedTuple):
 
 
 def entry_of(tensor: TensorInfo) -> TensorEntry:
-    """Returns the entry of a tensor that is written with the same name, dtype and shape."""
+    """Returns an entry that writes a tensor with the same name, dtype and shape."""
     return TensorEntry(tensor.name, tensor.dtype, tensor.shape)
 
 
 def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, str] | None) -> Shard:
-    """Describes a file of tensors with a new header.
+    """Makes a shard with a new header.
 
     Args:
         metadata: the `__metadata__` of the header; transformers expects `{"format": "pt"}`.
@@ -67,10 +67,10 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
 
 
 def split_into_shards(entries: Iterable[TensorEntry], max_bytes: int = SHARD_BYTES) -> list[Shard]:
-    """Distributes tensors over files with the names that Hugging Face uses.
+    """Distributes tensors over files, named as on Hugging Face.
 
     Args:
-        max_bytes: the maximum size of a file; a larger tensor gets a separate file.
+        max_bytes: the maximum size of a file; a tensor that is larger gets a separate file.
     """
     # Fill files in order: a tensor that does not fit starts the next file.
     groups: list[list[TensorEntry]] = [[]]

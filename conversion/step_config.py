@@ -1,4 +1,4 @@
-"""Translates the `config.json` of Step-3.5 and Step-3.7, whose lists have an entry per layer and per MTP module."""
+"""Translates the `config.json` of Step-3.5 and Step-3.7, whose lists have one entry per layer and per MTP module."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 STEP = ("step3p5", "step3p7")  # model types
-# Keys that `expand_step` replaces with those of other families.
+# Keys that `expand_step` replaces with other families' keys.
 TRANSLATED = (
     *("rope_theta", "partial_rotary_factors", "rope_scaling", "yarn_only_types", "use_rope_layers"),
     *("moe_layers_enum", "attention_other_setting"),
@@ -17,11 +17,12 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
     """Translates Step-3.5's lists to the keys of other families.
 
     Returns:
-        The values with `rope_parameters` per type of layer, `layer_types` and limits of only the trunk's layers,
+        The values with `rope_parameters` per layer type, `layer_types` and limits for the trunk's layers only,
         `mlp_layer_types` and `mtp_layer_type`. Other keys are kept.
 
     Raises:
-        ConfigError: a list has the wrong length or type, layers of one type differ, or an MTP module is clamped.
+        ConfigError: a list has the wrong length or type, layers of the same type differ, or an MTP module has a SwiGLU
+            limit.
     """
     reader = ConfigReader(values)
     layers, modules = reader.integer("num_hidden_layers"), reader.integer("num_nextn_predict_layers", 0, low=0)
@@ -79,7 +80,7 @@ def _listed(values: dict[str, Any], key: str, kind: type | tuple[type, ...], lay
 
 
 def _rope_by_type(values: dict[str, Any], types: list[str], layers: int, modules: int) -> dict[str, Any]:
-    """Reads rotary embeddings: base and rotated share by layer, scaling for the types in `yarn_only_types`."""
+    """Reads rotary embeddings: base and rotated share per layer, and scaling for the types in `yarn_only_types`."""
     kinds, made = ("full_attention", "sliding_attention"), {}
     scaling, scaled = values.get("rope_scaling") or {}, values.get("yarn_only_types") or kinds
     for kind in kinds:
@@ -88,14 +89,14 @@ def _rope_by_type(values: dict[str, Any], types: list[str], layers: int, modules
             entries = _listed(values, key, (int, float), layers, modules)
             own = {entry for entry, of in zip(entries, types, strict=False) if of == kind}
             if len(own) > 1:
-                raise ConfigError(f"config.json: {name} {sorted(own)} within layers of type {kind} is not supported")
+                raise ConfigError(f"config.json: layers of type {kind} must share one {name}, but have {sorted(own)}")
             if own:
                 section[name] = own.pop()
     return made
 
 
 def _feed_forward_types(values: dict[str, Any], layers: int) -> list[str]:
-    """Reads which layers have experts, by number or by type; by default all but the first three."""
+    """Reads which layers have experts, by index or by type; by default, all but the first three."""
     sparse = values.get("moe_layers_enum")
     if sparse is None:
         return values.get("mlp_layer_types") or ["dense" if layer < 3 else "sparse" for layer in range(layers)]

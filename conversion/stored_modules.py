@@ -1,4 +1,4 @@
-"""Finds the MTP modules of a checkpoint: their files, their number, and which copies are tied."""
+"""Finds a checkpoint's MTP modules: their files, their number, and which copies are tied."""
 
 import dataclasses
 import logging
@@ -14,7 +14,7 @@ from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-KNOWN_FILE = "consolidated"  # prefix of files that hold the same weights under Mistral's names
+KNOWN_FILE = "consolidated"  # prefix of files that contain the same weights under Mistral's names
 
 
 def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) -> None:
@@ -52,7 +52,7 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
 def _find_modules(
     parsed: hf_config.ParsedConfig, files: CheckpointFiles, further: CheckpointFiles
 ) -> tuple[list[str], str]:
-    """Lists the new tensors of MTP modules in a further file, and one that differs from the checkpoint's, or ""."""
+    """Lists a further file's new MTP module tensors, and returns a tensor that differs from the checkpoint's, or ""."""
     layout = stored_layout(parsed.layout, parsed.model, (further.tensors.keys() | files.tensors.keys()).__contains__)
     prefixes = module_prefixes(parsed.model, layout)
     names = [name for name in further.tensors if name.startswith(prefixes) and name not in files.tensors]
@@ -64,7 +64,7 @@ def _find_modules(
 
 
 def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> int:
-    """Counts the MTP modules in the files, by the first norm of each."""
+    """Counts the MTP modules in the files, by each module's first norm."""
     found = 0
     # Every module has a decoder layer, and every decoder layer has this norm.
     while mtp_names(config, layout, found)[0] + "input_layernorm.weight" in files.tensors:
@@ -75,11 +75,12 @@ def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointF
 def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
     """Returns the configuration with the number of MTP modules to load.
 
-    This is the number in the files; if they hold fewer than the configuration states, but some, the latter.
+    This is the number in the files. If the files have some of the modules that the configuration states, but not all,
+    it is the stated number, and loading reports the missing tensors.
     """
     config = parsed.model
     found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
-    # Fine-tuning tools drop the modules and keep the configuration.
+    # Fine-tuning tools drop the modules but keep the configuration.
     if named and not any(name.startswith(module_prefixes(config, layout)) for name in files.tensors):
         modules = f"{named} MTP module{'s' if named > 1 else ''}"
         log.warning(
@@ -98,7 +99,7 @@ def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: C
 
 
 def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Returns the configuration without tying if the head and the embedding in the files differ, as in transformers."""
+    """Unties the configuration's head if the head and the embedding in the files differ, as transformers does."""
     both = {layout.head, layout.embedding} <= files.tensors.keys() and layout.head != layout.embedding
     if not config.tie_word_embeddings or not both or _same_bytes(files, layout.head, layout.embedding):
         return config
@@ -110,13 +111,13 @@ def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -
 
 
 def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Ties the copies of embedding and head in MTP modules that equal the trunk's, and loads the others separately.
+    """Ties copies of embedding and head in MTP modules if they equal the trunk's, and else loads them separately.
 
     Returns:
         The configuration with `mtp_own_embedding` and `mtp_own_head` set.
 
     Raises:
-        CheckpointFileError: only some modules have a separate one.
+        CheckpointFileError: only some modules have a separate embedding or head.
     """
     own = {"embedding": [], "head": []}
     for copy, original in tied_copies(config, layout):
@@ -125,12 +126,8 @@ def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles)
             log.info("%s is shared: the files contain no copy", copy)
             continue
         same = _same_bytes(files, copy, original)
-        log.info(
-            "%s %s %s",
-            copy,
-            "equals and is tied to" if same else "differs from, and is loaded in addition to,",
-            original,
-        )
+        relation = "equals and is tied to" if same else "differs from, and is loaded in addition to,"
+        log.info("%s %s %s", copy, relation, original)
         own["embedding" if "embed_tokens" in copy else "head"].append(not same)
     # The model has a separate embedding or head for all modules or for none.
     changes = {}
@@ -143,7 +140,7 @@ def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles)
 
 
 def _same_bytes(files: CheckpointFiles, one: str, other: str) -> bool:
-    """Returns whether two tensors have the same values, and the same scales if they have any."""
+    """Returns whether two tensors have the same values and, if they have scales, the same scales."""
     for end in ("", *SCALE_ENDS):
         a, b = files.tensors.get(f"{one}{end}"), files.tensors.get(f"{other}{end}")
         if a is None or b is None:

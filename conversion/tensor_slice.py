@@ -1,4 +1,4 @@
-"""Maps tensors of a Hugging Face checkpoint to parameters.
+"""Maps a Hugging Face checkpoint's tensors to parameters.
 
 A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice maps some rows of a tensor, reshaped, indexed and
 transposed, to a part of a parameter. No arithmetic is involved, so the same slices write the parameter back to the
@@ -17,7 +17,7 @@ import numpy as np
 from mtpjax.safe_open import BLOCK_BYTES
 
 ALL = slice(None)
-TILE_BYTES = 1 << 20  # of a tile that XLA transposes at once
+TILE_BYTES = 1 << 20  # size of a tile that XLA transposes at once
 
 
 class TensorSlice(NamedTuple):
@@ -27,8 +27,8 @@ class TensorSlice(NamedTuple):
     first factor of `split` divides the rows into units, the smallest parts that are read at once.
     """
 
-    name: str  # of the tensor
-    shape: tuple[int, ...]  # of the whole tensor
+    name: str  # the tensor's name
+    shape: tuple[int, ...]  # the whole tensor's shape
     rows: tuple[int, int]  # begin, end along its first axis
     split: tuple[int, ...]  # the rows with their axes factored; the last axis is not factored
     select: tuple[int | slice, ...]  # one entry per factor; an integer drops the axis
@@ -60,7 +60,7 @@ class TensorSlice(NamedTuple):
         axis = self.rows_axis
         if axis is None:
             return self
-        # A unit is some rows of the tensor and one place along the parameter's axis; cut both alike.
+        # A unit is some rows of the tensor and one index along the parameter's axis; cut both alike.
         first, rows_per_unit = self.rows[0], (self.rows[1] - self.rows[0]) // self.split[0]
         along = self.target[axis]
         assert isinstance(along, slice)
@@ -81,7 +81,7 @@ class TensorSlice(NamedTuple):
             yield self.narrowed(begin, min(begin + step, self.units))
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Arranges rows of the tensor as the parameter has them.
+        """Arranges rows of the tensor as in the parameter.
 
         Args:
             rows: the slice's rows of the tensor. The last axis may be shorter, as it is for block scales.
@@ -102,20 +102,20 @@ class TensorSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """Shape of a parameter, and the tensor slices that it is assembled from."""
+    """A parameter's shape, and the tensor slices from which it is assembled."""
 
     shape: tuple[int, ...]
     slices: tuple[TensorSlice, ...]
-    in_axis: int = -1  # from the end: the axis that is the tensors' last one, along which block scales are shorter
+    in_axis: int = -1  # negative index of the axis that is the tensors' last, along which block scales are shorter
 
     def chunks(self, itemsize: int) -> tuple[int, ...]:
         """Chooses chunks in which the parameter can be converted with bounded memory.
 
-        Chunks are cut between experts, which are separate tensors, and along the tensors' rows. So reading a chunk
+        Chunks are cut between experts, which are separate tensors, and along the tensors' rows, so that reading a chunk
         reads only its bytes.
 
         Returns:
-            The shape of a chunk of at most `BLOCK_BYTES`, if cuts along these two axes suffice.
+            The shape of a chunk. A chunk has at most `BLOCK_BYTES` if cuts along these two axes suffice.
         """
         # Cut the expert axis first: each expert is a separate tensor. Then cut along the rows.
         shape = list(self.shape)
@@ -132,9 +132,9 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
 
     Args:
         target: one index per axis of the parameter.
-        rows: begin and end along the tensor's first axis; by default all rows.
-        split: the factored shape of these rows; by default their shape, not factored.
-        select: indices into the factors; those left out are `slice(None)`.
+        rows: begin and end along the tensor's first axis; by default, all rows.
+        split: the factored shape of these rows; by default, their unfactored shape.
+        select: indices into the factors; omitted ones are `slice(None)`.
         axes: the transposition; by default none.
     """
     # Fill in the defaults: all rows, not factored, nothing selected, not transposed.
@@ -155,12 +155,12 @@ def prefixed(prefix: str, specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
 
 
 def slices_under(prefix: str, specs: Mapping[str, ParamSpec]) -> dict[str, TensorSlice]:
-    """Lists the tensors of the parameters whose names start with a prefix: one slice of each tensor, by its name."""
+    """Returns one slice per tensor, by tensor name, for the parameters whose names start with a prefix."""
     return {piece.name: piece for path, spec in specs.items() if path.startswith(prefix) for piece in spec.slices}
 
 
 def copied(name: str, *shape: int) -> ParamSpec:
-    """Describes a parameter that is a tensor unchanged, such as a norm's scale or the embedding."""
+    """Describes a parameter that is an unchanged tensor, such as a norm's scale or the embedding."""
     return ParamSpec(shape, (tensor_slice(name, shape, (ALL,) * len(shape)),))
 
 
@@ -185,7 +185,7 @@ def even_step(size: int, largest: int) -> int:
         size: length of the axis.
         largest: the maximum length of a part; values below 1 count as 1.
     """
-    # First the number of parts, rounded up, then their length: 10 in steps of at most 6 gives 5 and 5, not 6 and 4.
+    # Compute the number of parts, rounded up, then their length: 10 in steps of at most 6 gives 5 and 5, not 6 and 4.
     count = -(-size // max(1, largest))
     return -(-size // max(count, 1))
 
@@ -196,7 +196,7 @@ def copy_into(out: np.ndarray, view: np.ndarray) -> None:
     if view.flags.c_contiguous or view.nbytes < TILE_BYTES // 4 or _cpu() is None:
         out[...] = view
         return
-    # Small tiles: their memory is reused, and touching fresh memory would cost more than the copy.
+    # Use small tiles, whose memory is reused: touching fresh memory would cost more than the copy.
     axis = int(np.argmax(view.strides))
     step = max(1, TILE_BYTES * view.shape[axis] // view.nbytes)
     for begin in range(0, view.shape[axis], step):

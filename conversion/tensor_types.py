@@ -1,4 +1,4 @@
-"""Checks the dtypes and scales of tensors, and chooses the dtypes of parameters."""
+"""Checks the dtypes and scales of tensors, and chooses the parameters' dtypes."""
 
 from collections.abc import Mapping
 
@@ -12,16 +12,16 @@ from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError
 from mtpjax.messages import count_of
 
-# Scales: numbers, or exponents (e8m0: 2^(x - 127)), which some programs store as plain bytes.
+# Dtypes of scales: floats, or exponents (e8m0: 2^(x - 127)), which some programs store as plain bytes.
 SCALES = (*FLOATS, E8M0, DTYPES["U8"])
 SUPPORTED = "float32, float16, bfloat16, and float8_e4m3fn with a scale for each block"
 
 
 def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMap, dtype) -> np.dtype:
-    """Chooses a parameter's dtype, and rejects tensors of unsupported dtypes.
+    """Chooses a parameter's dtype, and rejects tensors with unsupported dtypes.
 
-    A parameter that is assembled from tensors of several dtypes, such as q in bfloat16 and k in float32, becomes
-    float32, which represents all values.
+    A parameter that is assembled from tensors with different dtypes, such as q in bfloat16 and k in float32, becomes
+    float32, which represents all their values exactly.
 
     Args:
         dtype: the dtype to cast to; None keeps the files' dtype.
@@ -40,7 +40,7 @@ def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMa
 
 
 def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
-    """Describes the parameters that are assembled from tensors of several dtypes.
+    """Describes the parameters that are assembled from tensors with different dtypes.
 
     Returns:
         A clause with their number and an example; empty if there are none. Missing tensors are ignored.
@@ -54,22 +54,22 @@ def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
         return ""
     path, named = next(iter(mixed.items()))
     return (
-        f"{count_of(len(mixed), 'parameter')} with tensors of several dtypes, read as float32: {path} "
+        f"{count_of(len(mixed), 'parameter')} with tensors of different dtypes, read as float32: {path} "
         f"from {', '.join(named[:3])}{', …' if len(named) > 3 else ''}"
     )
 
 
 def _find_problem(name: str, tensor: TensorInfo, scales: ScaleMap, is_cast: bool) -> str | None:
-    """Returns the problem of the dtype of a tensor of weights, norms, biases or routers; None if it is supported."""
+    """Returns the problem with a tensor's dtype, or None if it is supported."""
     if tensor.dtype in FLOATS or name in scales.names:
         return None
     what = f"tensor {name} has unsupported dtype {tensor.dtype}"
     if tensor.dtype == np.float64:
-        # The only wider dtype: casting it changes values, so the user decides.
+        # This is the only wider dtype. Casting changes its values, so the user decides.
         return None if is_cast else f"{what}; cast it: mtpjax convert --dtype float32 (mtpjax.load: dtype)"
     if tensor.dtype == E4M3:
         return f"{what}; it is supported only for matrices with scales"
-    # Integers and other 8-bit floats need scales whose meaning is not known.
+    # Integers and other 8-bit floats need scales whose meaning is unknown.
     return f"{what}; supported: {SUPPORTED}"
 
 
@@ -79,10 +79,11 @@ def find_scales(
     """Finds the scales of every fp8 tensor: `weight_scale_inv`, or `weight_scale` as some checkpoints name them.
 
     Args:
-        block: rows and columns that share a scale; None: the configuration does not describe fp8.
+        block: rows and columns that share a scale; None if the configuration does not describe fp8.
+        said: the checkpoint's own description of its quantization, for messages.
 
     Returns:
-        `(scales, problems)`: the name of the scales by tensor name, and messages.
+        `(scales, problems)`: the scale tensor's name by tensor name, and messages.
     """
     scales, problems = {}, []
     for name, shape in wanted.items():
@@ -115,7 +116,7 @@ def _find_scale_problem(name: str, tensor: TensorInfo, shape: tuple[int, ...], b
         return f"tensor {name} has shape {tensor.shape}; {shape} in blocks of {block} needs {grid}{form}"
     if tensor.dtype not in SCALES:
         return (
-            f"tensor {name} holds scales of unsupported dtype {tensor.dtype}; supported: float32, float16, bfloat16, "
+            f"tensor {name} has scales of unsupported dtype {tensor.dtype}; supported: float32, float16, bfloat16, "
             "and exponents (e8m0) as float8_e8m0fnu or uint8"
         )
     return None

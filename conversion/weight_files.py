@@ -1,4 +1,4 @@
-"""Chooses the safetensors files of a checkpoint directory: those that its index lists, or the single one."""
+"""Chooses the safetensors files of a checkpoint directory: the files in its index, or the single file."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
     """Chooses the files to read.
 
     Args:
-        index: the parsed index of the directory; None if it has none.
+        index: the directory's parsed index; None if there is no index file.
 
     Returns:
         `(files, index)`: the names of the files to read, and their index or None.
@@ -41,7 +41,7 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
         return shards, index
     if has_single:
         return [SINGLE], None
-    # A single file with any name is the checkpoint, unless its name marks it as one of several.
+    # A single file with any name is the checkpoint, unless its name marks it as one of several shards.
     found = safetensors_files(folder)
     if len(found) == 1 and not _SHARD.fullmatch(found[0]):
         log.warning("%s has no %s: %s is read", folder, SINGLE, found[0])
@@ -66,7 +66,7 @@ def safetensors_files(folder: pathlib.Path) -> list[str]:
 
 
 def _indexed_files(folder: pathlib.Path, index: Any) -> list[str]:
-    """Lists the files of an index, and checks that they are in this directory."""
+    """Lists the files in an index, and checks that they are in this directory."""
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointFileError(f"{folder / INDEX} has no weight_map")
@@ -82,8 +82,8 @@ def _indexed_files(folder: pathlib.Path, index: Any) -> list[str]:
 def _choose_single(folder: pathlib.Path, shards: list[str], missing: list[str]) -> list[str]:
     """Decides between `model.safetensors` and an index that does not list it.
 
-    One of the two is left over from a different checkpoint. Programs read different ones: transformers the single file,
-    vLLM the index.
+    One of the two is left over from a different checkpoint. Programs differ in which they read: transformers reads the
+    single file, vLLM the index.
     """
     if len(missing) == len(shards):
         log.warning(

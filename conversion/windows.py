@@ -1,4 +1,4 @@
-"""Parses the keys of `config.json` about sliding-window attention, which differ between families."""
+"""Parses the `config.json` keys for sliding-window attention, which differ between families."""
 
 import math
 from typing import Any
@@ -8,14 +8,14 @@ from mtpjax.errors import ConfigError
 
 
 def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Reads which layers have sliding-window attention, and how they differ from layers with full attention.
+    """Reads which layers have sliding-window attention, and how they differ from full-attention layers.
 
     Raises:
         ConfigError: the keys contradict each other, or need unsupported arithmetic.
     """
     sizes = fields["num_hidden_layers"], fields["num_mtp_modules"]
     types, of_modules = reader.per_layer("layer_types", str, *sizes)
-    # MiMo-V2 marks layers with a window by 1.
+    # MiMo-V2 marks layers with a window with 1.
     pattern, mark_of_modules = reader.per_layer("hybrid_layer_pattern", int, *sizes)
     if pattern and not types:
         names = {None: None, 0: "full_attention"}
@@ -26,7 +26,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     made: dict[str, Any] = {"layer_types": types, "sliding_window": _window(reader)}
     if of_modules is not None:
         made["mtp_layer_type"] = of_modules
-    # transformers does not write that MiMo-V2's layers with a window have twice as many key/value heads.
+    # In MiMo-V2, layers with a window have twice as many key/value heads; transformers does not write this.
     kv_heads = fields["num_key_value_heads"] * (2 if model_type == "mimo_v2_flash" else 1)
     made["sliding_num_attention_heads"] = reader.integer("swa_num_attention_heads", fields["num_attention_heads"])
     made["sliding_num_key_value_heads"] = reader.integer("swa_num_key_value_heads", kv_heads)
@@ -54,7 +54,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
 
 
 def _limits(reader: ConfigReader, key: str) -> tuple[float, ...]:
-    """Reads the bound of each layer; empty if no layer is clamped."""
+    """Reads each layer's bound; empty if no layer is clamped."""
     limits = tuple(float(limit) for limit in reader.items(key, (int, float)))
     if any(not 0 <= limit < math.inf for limit in limits):
         raise ConfigError(f"config.json: {key} is {list(limits)}, not a list of finite, non-negative bounds")
@@ -62,7 +62,7 @@ def _limits(reader: ConfigReader, key: str) -> tuple[float, ...]:
 
 
 def _window(reader: ConfigReader) -> int:
-    """Reads the size of a window, including the query's position."""
+    """Reads the window size, including the query's position."""
     # MiMo-V2's key excludes the query, as in SGLang and transformers.
     if reader.get("sliding_window_size") is None:
         return reader.integer("sliding_window")
@@ -71,7 +71,7 @@ def _window(reader: ConfigReader) -> int:
 
 
 def _sinks(reader: ConfigReader) -> str:
-    """Reads which layers have learned attention sinks: by default those with a sliding window."""
+    """Reads which layers have learned attention sinks; by default, layers with a sliding window."""
     in_full = reader.flag("add_full_attention_sink_bias", False)
     in_sliding = reader.flag("add_swa_attention_sink_bias", True)
     if in_full and not in_sliding:

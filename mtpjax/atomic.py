@@ -26,7 +26,7 @@ def atomic_folder(
 
     Args:
         path: the folder to create; missing parents are created too.
-        may_replace: returns whether a folder that exists at `path` may be replaced. None: only an empty one.
+        may_replace: returns whether an existing folder at `path` may be replaced; by default, only an empty one may.
 
     Yields:
         A hidden folder next to `path`, so that the rename stays on one file system.
@@ -67,7 +67,7 @@ def atomic_folder(
 
 @contextlib.contextmanager
 def _lock(folder: pathlib.Path) -> Iterator[bool]:
-    """Locks a folder, and yields whether that succeeded. The system releases the lock when the process ends."""
+    """Locks a folder, and yields whether that succeeded. The system releases the lock when the process exits."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,10 +94,10 @@ def _clear_leftovers(path: pathlib.Path) -> None:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """Removes an unfinished folder. After a full disk, Orbax's threads may continue writing into it for a moment."""
+    """Removes an unfinished folder. When the disk is full, Orbax's threads may keep writing into it for a moment."""
     if not folder.exists():
         return
-    # A thread can recreate the folder after it was removed, so several checks in a row must find none.
+    # A thread can recreate the folder after it was removed, so stop only after several checks in a row find no folder.
     absent = 0
     for _ in range(REMOVAL_ATTEMPTS):
         shutil.rmtree(folder, ignore_errors=True)
@@ -109,13 +109,13 @@ def _remove(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a path to write a file at, and renames it to `path` at the end of the block.
+    """Yields a temporary path to write to, and renames the file there to `path` at the end of the block.
 
     Args:
         path: the file to create or replace; its folder must exist.
 
     Yields:
-        A hidden path next to `path`. An exception removes the file there and leaves `path` unchanged.
+        A hidden path next to `path`. After an exception, the file there is removed and `path` is unchanged.
     """
     # Next to the target, because `os.replace` is atomic only within one file system.
     unfinished = path.with_name(f".tmp-{path.name}-{os.getpid()}")
@@ -133,7 +133,7 @@ def check_output_file(path) -> None:
         path: the file; it and its folder need not exist.
 
     Raises:
-        ValueError: it is a folder, or its folder cannot be created or written.
+        ValueError: `path` is a folder, or its parent folder cannot be created or written to.
     """
     path = pathlib.Path(path)
     # In a folder without search permission, `os.path` returns False; `pathlib` raises an error.

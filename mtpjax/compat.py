@@ -1,4 +1,4 @@
-"""All code that depends on the version of JAX."""
+"""All code that depends on the JAX version."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ def make_mesh(shape, devices=None) -> Mesh:
 
     Args:
         shape: axis sizes by name, such as `{"data": 2, "model": 4}`.
-        devices: the devices to use, in order; None: the first of `jax.devices()`.
+        devices: the devices to use, in order; by default, the first of `jax.devices()`.
 
     Raises:
         ValueError: there are fewer devices than the product of the sizes.
@@ -56,9 +56,9 @@ def make_mesh(shape, devices=None) -> Mesh:
 
 
 def is_one_node(devices: Iterable[Any]) -> bool:
-    """Returns whether devices are GPUs of one node."""
-    # XLA exchanges the hosts' boot IDs, and assigns processes of one host the same slice. Devices of a description have
-    # no host; each of their processes counts as one.
+    """Returns whether all devices are on one node."""
+    # XLA exchanges the hosts' boot IDs, and assigns processes on one host the same slice. Devices of `h100_devices`
+    # have no host; each of their processes counts as a host.
     name = "process_index" if jax.process_count() == 1 else "slice_index"
     return len({getattr(device, name, device.process_index) for device in devices}) == 1
 
@@ -69,11 +69,12 @@ def has_graph_flags() -> bool:
 
 
 def allow_recorded_collectives(devices: Iterable[Any]) -> None:
-    """Lets CUDA graphs record loops with collectives between GPUs of one node, unless the user has set the variable.
+    """Lets CUDA graphs record loops that contain collectives between GPUs of one node.
 
-    For each recorded collective, NCCL adds event nodes that order it with collectives outside graphs. CUDA allows no
-    event nodes in loops, and a decoding call has no collectives outside its graph. NCCL reads the variable when its
-    first communicator starts, so call this before the first program on several GPUs.
+    It sets NCCL_GRAPH_MIXING_SUPPORT to 0, unless the user has set it. With mixing, NCCL adds event nodes to each
+    recorded collective, which order it with collectives outside graphs. CUDA allows no event nodes in loops, and a
+    decoding call has no collectives outside its graph. NCCL reads the variable when its first communicator starts, so
+    call this before the first program on several GPUs.
     """
     devices = list(devices)
     if len(devices) > 1 and devices[0].platform != "cpu" and is_one_node(devices) and not has_graph_flags():
@@ -81,17 +82,17 @@ def allow_recorded_collectives(devices: Iterable[Any]) -> None:
 
 
 def is_cuda() -> bool:
-    """Returns whether JAX's default device is an NVIDIA GPU. Starts JAX's backend."""
+    """Returns whether JAX's default device is an NVIDIA GPU. Initializes JAX's backend."""
     device = jax.devices()[0]
     return device.platform in ("gpu", "cuda") and "cuda" in device.client.platform_version.lower()
 
 
 @functools.cache  # devices compare by identity, and equal meshes need the same objects
 def h100_devices(topology: str = "1x1x1") -> tuple:
-    """Describes H100 devices to compile for ahead of time on a machine without a GPU. Nothing runs on them.
+    """Returns H100 devices for ahead-of-time compilation on a machine without a GPU. Nothing can run on them.
 
-    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels in the
-    version of jax, without their dependencies::
+    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels that match
+    the installed jax version, without their dependencies::
 
         mesh = make_mesh({"data": 8}, h100_devices("1x1x8"))
         with use_abstract_mesh(mesh.abstract_mesh):
@@ -105,6 +106,6 @@ def h100_devices(topology: str = "1x1x1") -> tuple:
         return tuple(topologies.get_topology_desc("", "cuda", target_config=_H100, topology=topology).devices)
     except RuntimeError as error:
         raise RuntimeError(
-            "compiling for an H100 needs a CUDA plug-in: install jax-cuda13-plugin and jax-cuda13-pjrt in the version "
-            f"of jax, {jax.__version__}, and set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before jax starts"
+            "compiling for an H100 needs JAX's CUDA plug-in: install jax-cuda13-plugin and jax-cuda13-pjrt "
+            f"{jax.__version__}, the installed jax version, and set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before jax starts"
         ) from error

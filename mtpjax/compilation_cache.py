@@ -1,9 +1,9 @@
-"""The folder of compiled programs that commands keep between runs. Imports no JAX, which reads these settings once.
+"""The folder where commands keep compiled programs between runs. Imports no JAX, which reads these settings only once.
 
     $XDG_CACHE_HOME/mtpjax/compiled/KEY/    ~/.cache without XDG_CACHE_HOME
 
-JAX's key of a program covers versions and flags, but not the processor's features and the number of threads, on which
-programs for CPUs depend. KEY covers these. Only the commands call `enable`; importing mtpjax changes no setting.
+JAX's cache key covers versions and flags. Programs for CPUs also depend on the processor's features and the number of
+threads, so KEY is a digest of these. Only the commands call `enable`; importing mtpjax changes no setting.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 SWITCH_VARIABLE = "JAX_ENABLE_COMPILATION_CACHE"
 MIN_SECONDS_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not kept
-MAX_BYTES = 2 << 30  # of all programs; the oldest are removed above this
+MAX_BYTES = 2 << 30  # total size of all programs; the oldest are removed above it
 
 
 def enable() -> pathlib.Path | None:
     """Lets JAX keep compiled programs in the user's cache folder. Call it after the number of threads is set.
 
     It does nothing if JAX is already imported, `JAX_COMPILATION_CACHE_DIR` is set, or `JAX_ENABLE_COMPILATION_CACHE` is
-    off. A folder that is not writable, or that other users can write, is not used.
+    off. A folder that is not writable, or that other users can write to, is not used.
 
     Returns:
         The folder; None if the cache was not enabled.
@@ -45,7 +45,7 @@ def enable() -> pathlib.Path | None:
     # Compile without a cache if there is no home folder or it is not writable.
     except (OSError, RuntimeError):
         return None
-    # With a full disk or a damaged file, programs are only compiled again, so suppress JAX's warnings.
+    # If the disk is full or a file is damaged, programs are simply compiled again, so suppress JAX's warnings.
     warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
     os.environ[FOLDER_VARIABLE] = str(folder)
     os.environ.setdefault(MIN_SECONDS_VARIABLE, str(MIN_COMPILE_SECONDS))
@@ -67,7 +67,7 @@ def root() -> pathlib.Path:
     Raises:
         RuntimeError: the user has no home folder.
     """
-    # The XDG specification says that relative paths are invalid and ignored.
+    # The XDG specification says that relative paths are invalid and must be ignored.
     configured = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = configured if configured.is_absolute() else pathlib.Path.home() / ".cache"
     return base / "mtpjax" / "compiled"
@@ -86,7 +86,7 @@ def machine_key() -> str:
 
 
 def prune(folder: pathlib.Path, max_bytes: int) -> None:
-    """Removes the oldest programs until the others have at most `max_bytes`."""
+    """Removes the oldest programs until the remaining ones take at most `max_bytes`."""
     found = []
     for path in folder.glob("*/*"):
         # Another process may remove files at the same time.

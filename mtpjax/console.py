@@ -9,7 +9,7 @@ import rich.table
 
 
 def narrow_table(title: str | None = None) -> rich.table.Table:
-    """Makes a table that fits 80 columns, the width that `rich` takes for pipes."""
+    """Makes a table that fits 80 columns, the width that `rich` assumes for pipes."""
     # A ruled header and one column of padding: outer borders would take the width of two more columns.
     return rich.table.Table(
         title=title,
@@ -22,15 +22,15 @@ def narrow_table(title: str | None = None) -> rich.table.Table:
 
 
 def split_columns(table: rich.table.Table, width: int) -> Iterator[rich.table.Table]:
-    """Splits a table with many columns, such as one per run, so that names and numbers do not break.
+    """Splits a table with many columns, such as one per run, so that names and numbers do not wrap.
 
     Args:
-        table: made with `narrow_table`; its first column names the rows, its cells are text.
+        table: a table from `narrow_table`, with row names in its first column and text in its cells.
 
     Yields:
-        Tables with the first column and as many others as fit; the table itself if all fit.
+        Tables with the first column and as many other columns as fit; the table itself if all columns fit.
     """
-    # Longer cells, such as lists of settings, may break.
+    # Longer cells, such as lists of settings, may wrap.
     widths = [min(max(len(str(cell)) for cell in (column.header, *column.cells)), 24) + 2 for column in table.columns]
     names, others = table.columns[0], table.columns[1:]
     count = max(1, (width - 1 - widths[0]) // max(widths[1:]))
@@ -48,17 +48,13 @@ def split_columns(table: rich.table.Table, width: int) -> Iterator[rich.table.Ta
 
 
 def print_parts(console: rich.console.Console, parts: Iterable[rich.table.Table | str]) -> None:
-    """Prints tables, and plain lines: neither wrapped, nor colored, nor parsed as markup.
-
-    Args:
-        console: where to print.
-    """
+    """Prints tables and lines of text. Lines are not wrapped, highlighted or parsed as markup."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str), highlight=False, markup=False)
 
 
 def progress_bar(*columns: rich.progress.ProgressColumn) -> rich.progress.Progress:
     """Makes a progress bar on stderr, shown only on a terminal and removed at the end."""
-    # stdout carries the command's results only, so that they can be piped.
+    # stdout carries only the command's results, so that they can be piped.
     console = rich.console.Console(stderr=True)
     return rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,7 +1,7 @@
-"""Several processes, one per host, that run the same program on a mesh of all their devices.
+"""Helpers for multi-process runs: one process per host, all running the same program on a mesh of all their devices.
 
-All processes read the same input, and each keeps its shard. The first one writes files; each writes its shards of
-arrays. Files must be on a file system that all of them share.
+All processes read the same input, and each keeps its shard. The main process writes files; every process writes its
+shards of arrays. Files must be on a file system that all processes share.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process coun
 
 
 def connect(num_processes: int, process_id: int | None = None, address: str | None = None) -> None:
-    """Joins the other processes of a run. Must run before anything else initialises JAX's devices.
+    """Joins the other processes of a run. Call it before anything else initializes JAX's devices.
 
     Args:
         address: "host:port" of the first process. Without `process_id` and `address`, JAX gets them from the
@@ -47,7 +47,8 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
         shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
-    # Under Slurm, JAX gives each task the one GPU of its number on the node: with one task per node, the first GPU.
+    # Under Slurm, JAX gives each task one GPU, by the task's index on the node. With one task per node that would be
+    # only the first GPU, so use all of them.
     num_tasks, num_nodes = (os.environ.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"))
     if num_tasks and num_tasks == num_nodes and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
         for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
@@ -55,13 +56,13 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
 
 
 def mesh_devices(sizes: Mapping[str, int]) -> list[Any]:
-    """Returns the devices of a mesh, in order: those of the same process are adjacent.
+    """Returns the devices of a mesh, in an order that keeps each process's devices adjacent.
 
     Raises:
-        ValueError: there are too few devices, or several processes have more than the mesh.
+        ValueError: there are too few devices, or the processes of a multi-process run have more devices than the mesh.
     """
     size, devices = math.prod(sizes.values()), jax.devices()
-    # Several processes must use all devices, because each contributes its local devices.
+    # A multi-process run must use all devices, because every process contributes its local ones.
     if size > len(devices) or (is_multiprocess() and size != len(devices)):
         raise ValueError(f"the mesh {dict(sizes)} covers {size} devices, but JAX has {len(devices)}")
     return devices[:size]
@@ -97,13 +98,13 @@ def gather_processes(arrays: Any) -> Any:
     # On one process, arrays that are sharded over its devices stay as they are.
     if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(arrays)):
         return arrays
-    # The calls that compute them may be CUDA graphs, during which no other collective may start
+    # The arrays may come from a CUDA graph; no other collective may start while it runs
     # (`compat.allow_recorded_collectives`).
     return multihost_utils.process_allgather(jax.block_until_ready(arrays), tiled=True)
 
 
 def gather_values(value: Any) -> list[Any]:
-    """Returns the values that all processes pass, in their order, in every process. All processes must call it."""
+    """Returns every process's value, ordered by process, in all processes. All processes must call it."""
     if not is_multiprocess():
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -117,7 +118,7 @@ def check_same(values: Mapping[str, Any]) -> None:
     """Checks that all processes pass the same values. All processes must call it.
 
     Raises:
-        ValueError: they differ; in every process. The message names the values.
+        ValueError: the values differ. It is raised in every process, and its message names them.
     """
     first, *others = gather_values(dict(values))
     for number, other in enumerate(others, 1):
@@ -128,25 +129,25 @@ def check_same(values: Mapping[str, Any]) -> None:
 
 
 def from_main_process(value: Any) -> Any:
-    """Returns the value that the main process passes, in every process. All processes must call it.
+    """Returns the main process's value in every process. All processes must call it.
 
     Args:
-        value: the value of the main process, which JSON can hold. Values of other processes are ignored.
+        value: a value that JSON supports; only the main process's value is used.
     """
     return gather_values(value if is_main_process() else None)[0]
 
 
 @contextlib.contextmanager
 def raise_together(error: Exception) -> Iterator[None]:
-    """Ends the block in all processes with an exception if one of them raises, so that none waits for another.
+    """Raises an exception in all processes if the block fails in one of them, so that none waits for another.
 
-    All processes must enter the block, and meet the same collectives in it.
+    All processes must enter the block, and run the same collectives in it.
 
     Args:
         error: raised in the processes where nothing failed.
 
     Raises:
-        Exception: what the block raised, or `error`.
+        Exception: the exception that the block raised in this process, or else `error`.
     """
     problem = None
     try:
@@ -162,7 +163,7 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
     """Enters a context only in the main process. All processes must call it.
 
     Raises:
-        Exception: what entering it raised. The other processes raise a `ValueError`.
+        Exception: entering the context failed with it. The other processes raise a `ValueError`.
     """
     with contextlib.ExitStack() as stack:
         value = None
@@ -176,16 +177,16 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
 def raise_on_lost_peer() -> Iterator[None]:
     """Converts JAX's errors about a lost process to `LostProcess`; other errors pass unchanged.
 
-    JAX has no exception class for a lost process, so this function reads the messages of errors.
+    JAX has no exception class for a lost process, so this function inspects error messages.
 
     Raises:
-        LostProcess: a collective of the block failed because another process has ended or cannot be reached.
+        LostProcess: a collective in the block failed because another process has ended or cannot be reached.
     """
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # Any runtime error of a multi-process run counts as a lost process, except running out of memory, which is this
-        # process's own failure.
+        # In a multi-process run, any runtime error counts as a lost process, except running out of memory, which is a
+        # failure of this process.
         message = str(error).partition("\n")[0]
         if not (is_multiprocess() and is_runtime_error(error)) or "RESOURCE_EXHAUSTED" in message:
             raise

@@ -11,16 +11,16 @@ Every other `ValueError` or `OSError` also exits with 2.
 """
 
 MAX_MESSAGE_CHARACTERS = 2000
-INTERRUPTED = 130  # the exit code of a shell's command that SIGINT ended
+INTERRUPTED = 130  # the exit code that a shell reports for a command ended by SIGINT
 
 
 def printable(text: object, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
     """Converts text from untrusted files to one printable line of bounded length, for messages.
 
-    Control characters could send escape sequences to the terminal, and strings of damaged files may have megabytes.
+    Control characters could send escape sequences to the terminal, and strings in damaged files can be megabytes long.
 
     Returns:
-        The text, with escapes such as `\\n` and `\\x1b` instead of characters that cannot be printed.
+        The text, with unprintable characters replaced by escapes such as `\\n` and `\\x1b`.
     """
     text = str(text)
     # Cut before escaping, which would be slow for a long text; cut again afterwards, because escapes are longer.
@@ -36,7 +36,7 @@ def _without_middle(text: str, max_characters: int) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Shortens an exception of a different library to one line."""
+    """Shortens another library's exception to one line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
 
@@ -89,7 +89,7 @@ class DroppedTextError(ConversationError):
     """A chat template would omit the text of a message, a tool call or the tools of a conversation.
 
     Attributes:
-        index: index of the message; -1: the tools.
+        index: index of the message; -1 for the tools.
     """
 
     def __init__(self, message: str, index: int):
@@ -110,7 +110,7 @@ def is_memory_error(error: BaseException) -> bool:
     """Returns whether an exception, or one of its causes, reports a lack of memory."""
     cause: BaseException | None = error
     while cause is not None:
-        # Errors about input quote it, so their text proves nothing.
+        # Errors about input quote it, so a match in their text proves nothing.
         quotes_input = isinstance(cause, UsageError | CheckpointError)
         says_so = not quotes_input and any(text in str(cause) for text in _MEMORY_MESSAGES)
         if says_so or isinstance(cause, MemoryError | MemoryTooSmall):

@@ -1,4 +1,4 @@
-"""Checks the fields of a settings dataclass when it is created, so that a wrong one does not fail later in a run."""
+"""Checks the fields of a settings dataclass when it is created, so that a wrong value does not fail later in a run."""
 
 import dataclasses
 import functools
@@ -19,12 +19,12 @@ NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a st
 
 
 def check_scalar_fields(config: Any) -> None:
-    """Checks the fields whose annotation is `bool`, `int`, `float`, `str`, or a `Literal`, or one of them and None.
+    """Checks the fields annotated as `bool`, `int`, `float`, `str` or a `Literal`, or as one of these or None.
 
-    NumPy numbers and paths become Python numbers and strings, which JSON supports.
+    NumPy numbers and paths are converted to Python numbers and strings, which JSON supports.
 
     Raises:
-        ValueError: a value has a wrong type or is not one of the choices. The message has the field's name.
+        ValueError: a value has the wrong type or is not one of the choices. The message names the field.
     """
     for name, (kind, is_optional) in _scalar_fields(type(config)).items():
         value = getattr(config, name)
@@ -71,7 +71,7 @@ def _convert(name: str, value: Any, kind: type, is_optional: bool) -> Any:
 
 
 def check_mapping(name: str, value: Any) -> dict[Any, Any]:
-    """Converts a field that is a mapping or pairs to a dict. Raises `ValueError` for other values."""
+    """Converts a mapping or key-value pairs to a dict. Raises `ValueError` for other values."""
     try:
         return dict(value)
     except (TypeError, ValueError) as error:
@@ -79,7 +79,7 @@ def check_mapping(name: str, value: Any) -> dict[Any, Any]:
 
 
 def check_range(name: str, value: float | None, low: float, high: float = math.inf) -> None:
-    """Raises `ValueError` unless a value is None, or finite and within `low..high`. Errors name the violated limit."""
+    """Raises `ValueError` unless a value is None, or finite and within `low..high`. The message names the limit."""
     if value is None:
         return
     shown = printable(value, 40)
@@ -93,8 +93,8 @@ def check_used(config: Any, rows: Iterable[tuple[str, bool, str]], prefix: str =
 
     Args:
         config: a dataclass.
-        rows: name of a setting, whether it has an effect, and what it needs to have one.
-        prefix: of the names in messages, such as "objective.".
+        rows: one per setting: its name, whether it has an effect, and what it needs to have an effect.
+        prefix: prefix of the names in messages, such as "objective.".
     """
     for name, has_effect, need in rows:
         value = getattr(config, name)

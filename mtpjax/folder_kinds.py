@@ -1,4 +1,4 @@
-"""Recognizes folders that are given as a model but are something else, so that every command can report it."""
+"""Recognizes folders that are given as a model but are something else, so that every command can report them."""
 
 import pathlib
 from typing import Any
@@ -9,7 +9,7 @@ from mtpjax.safe_open import parse_json, read_inside
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_CONFIG_BYTES = 16 << 20
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
-# Parts of the class names of published drafters, supported or not, and keys of their configurations.
+# Parts of the class names of published drafters, supported or not, and keys in their config.json.
 DRAFTER_CLASSES = ("Eagle3", "CausalLMEagle", "EagleForCausalLM", "EagleLlama", "Medusa", "DFlash", "DSpark")
 DRAFTER_KEYS = ("speculators_model_type", "medusa_num_heads")
 
@@ -22,7 +22,7 @@ def reject_other_folder(folder: pathlib.Path) -> None:
 
     Raises:
         CheckpointError: the folder holds an adapter, a drafter, a diffusion pipeline, parts of a training state, or
-            weights of a format that is not read.
+            weights in an unsupported format.
     """
     if not folder.is_dir():
         return
@@ -41,11 +41,11 @@ def _describe(folder: pathlib.Path, names: list[str]) -> str | None:
         base = _read(folder, ADAPTER).get("base_model_name_or_path")
         base = printable(base, 200) if isinstance(base, str) and base else "an unnamed model"
         return (
-            f"is an adapter of {base}, not a model: merge it first. With peft: PeftModel.from_pretrained(base, folder)"
+            f"is an adapter for {base}, not a model: merge it first. With peft: PeftModel.from_pretrained(base, folder)"
             ".merge_and_unload().save_pretrained(OUT); then give OUT"
         )
     if "model_index.json" in names:
-        return "is a pipeline of diffusers (model_index.json), not a language model"
+        return "is a diffusers pipeline (model_index.json), not a language model"
     if CONFIG in names:
         return _describe_config(_read(folder, CONFIG)) if has_model else _describe_weights(names)
     return _describe_training(folder, names) or _describe_weights(names)
@@ -72,14 +72,14 @@ def _describe_training(folder: pathlib.Path, names: list[str]) -> str | None:
             "example with accelerate merge-weights"
         )
     if "zero_to_fp32.py" in names or any(name.startswith("global_step") for name in names):
-        return "holds a DeepSpeed state, not a model: run its zero_to_fp32.py first"
+        return "contains a DeepSpeed state, not a model: run its zero_to_fp32.py first"
     if any(name.startswith("optimizer.") for name in names) and not any(
         name.startswith(("model", "pytorch_model")) for name in names
     ):
-        return "holds an optimizer's state and no model: give the folder that has config.json"
+        return "contains optimizer state but no model: give the folder that contains config.json"
     inside = [name for name in names if (folder / name / CONFIG).is_file() or (folder / name / ADAPTER).is_file()]
     if inside and not any(name.endswith(WEIGHTS) for name in names):
-        return f"has no {CONFIG}, but folders in it have one: give one of them, such as {folder / inside[-1]}"
+        return f"has no {CONFIG}, but its subfolders do: give one of them, such as {folder / inside[-1]}"
     return None
 
 
@@ -87,7 +87,7 @@ def _describe_weights(names: list[str]) -> str | None:
     """Recognizes weights of other formats."""
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
-        return f"has GGUF files ({len(gguf)}) and no safetensors: give one of the files, such as {gguf[0]}"
+        return f"contains GGUF files ({len(gguf)}) but no safetensors: give one of these files, such as {gguf[0]}"
     pickles = [name for name in names if name.endswith(WEIGHTS[2:])]
     if pickles and not any(name.endswith(".safetensors") for name in names):
         return (
@@ -98,7 +98,7 @@ def _describe_weights(names: list[str]) -> str | None:
 
 
 def _read(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """Reads a JSON object; empty if it is damaged, which loading reports."""
+    """Reads a JSON object. Returns an empty one if the file is damaged, which loading reports."""
     try:
         values = parse_json(read_inside(folder, name, max_bytes=MAX_CONFIG_BYTES) or b"null")
     except (UnsafeFileError, OSError, ValueError):

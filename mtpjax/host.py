@@ -1,4 +1,4 @@
-"""Threads, memory and sockets of the process. Imports no JAX: threads and memory are set before JAX starts."""
+"""The process's threads, memory and sockets. Imports no JAX: threads and memory are configured before JAX starts."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import sys
 
 # When it starts, XLA's CPU client takes its number of threads from the first of these variables that is a number.
 _THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
-_SMALL_MODEL_BYTES = 16 << 20  # bytes
+_SMALL_MODEL_BYTES = 16 << 20
 
 
 def limit_threads(count: int) -> None:
@@ -21,14 +21,14 @@ def limit_threads(count: int) -> None:
 
 
 def num_threads() -> int:
-    """Returns the number of CPU threads that XLA uses: that of the environment, or one per core of this process."""
-    # A container may give the process fewer cores than the machine has; macOS does not report it.
+    """Returns the number of CPU threads that XLA uses: the environment's setting, or one per core of this process."""
+    # A container may give the process fewer cores than the machine has; macOS does not report this.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return _env_num_threads() or cores or 1
 
 
 def _env_num_threads() -> int:
-    """Returns the number of threads of the environment; 0 if it is not set."""
+    """Returns the number of threads set in the environment; 0 if it is not set."""
     values = (os.environ.get(name, "") for name in _THREAD_VARIABLES)
     return next((int(value) for value in values if value.isdecimal()), 0)
 
@@ -50,7 +50,7 @@ def choose_num_threads(checkpoint_bytes: int) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises this process's limit of open files and connections to the maximum that the system allows.
+    """Raises this process's limit on open files and connections to the maximum that the system allows.
 
     A server needs a descriptor per connection. Many systems have a soft limit of 1024 and a much higher hard limit.
     """
@@ -65,7 +65,7 @@ def raise_descriptor_limit() -> None:
 
 
 def describe_address_limit() -> str:
-    """Describes the limit of this process's address space and how to raise it; "" without a limit."""
+    """Describes the limit on this process's address space and how to raise it; "" if it is unlimited."""
     try:
         import resource
     except ImportError:
@@ -85,9 +85,9 @@ def keep_freed_memory() -> None:
     """Restarts this program so that glibc keeps freed memory for later allocations. Call it first in a program.
 
     On a CPU, XLA frees the temporaries of a training step after the step. By default glibc returns such large blocks to
-    the system, and the next step causes a page fault for every page. The process hardly shrinks then, so this is for
-    programs that run one training loop. It does nothing after the restart, if GLIBC_TUNABLES is set, and on other
-    systems than Linux.
+    the system, and the next step causes a page fault for every page. With these settings the process hardly ever
+    shrinks, so this is for programs that run one training loop. It does nothing after the restart, if GLIBC_TUNABLES is
+    set, or on systems other than Linux.
     """
     if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:
         return
@@ -102,7 +102,7 @@ def keepalive_options(**more: int) -> list[tuple[int, int, int]]:
     """Returns socket options that end a connection to a lost machine within half a minute.
 
     Args:
-        **more: further options of TCP.
+        **more: further TCP options by name.
     """
     # Linux names; other systems keep their default times.
     times = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, **more}

@@ -1,10 +1,10 @@
-"""Resolves names of Hugging Face Hub repositories, which can replace a checkpoint's path. Imports no JAX.
+"""Resolves names of Hugging Face Hub repositories, which can be given instead of checkpoint paths. Imports no JAX.
 
     org/name            a repository
     org/name@revision   its branch, tag or commit
     org/name/file.gguf  a GGUF file of a repository, also with @revision
 
-An existing path takes precedence. The package `huggingface_hub` downloads into its cache; its environment variables
+An existing path takes precedence. The `huggingface_hub` package downloads into its cache; its environment variables
 (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) apply.
 """
 
@@ -24,7 +24,7 @@ _NAME = re.compile(
     r"(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?",
     re.ASCII,
 )
-# A name whose first part has one of these suffixes is a missing file, not a repository.
+# A name whose `org/name` part ends in one of these suffixes is a missing file, not a repository.
 _FILE_SUFFIXES = (".gguf", ".json", ".jsonl", ".safetensors", ".txt", ".yaml", ".yml")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES, MAX_SHARDS = 512 << 20, 10_000
@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt"),
 )
-# Small files that determine which large ones are needed. `digests.json` is a file of mtpjax checkpoints.
+# Small files that determine which large files are needed. Only mtpjax checkpoints have `digests.json`.
 _DESCRIPTION = (
     *(*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json", "adapter_config.json"),
     *("hf_quant_config.json", "quantize_config.json"),
@@ -43,19 +43,18 @@ _OWN_FILES = ("params/*", "huggingface/*", "huggingface.json", "huggingface.safe
 
 
 def resolve(name, *, weights: bool = True) -> pathlib.Path:
-    """Returns the path for a name: a local one, or the cached snapshot of a repository on the Hub.
+    """Returns the path for a name: a local path, or the cached snapshot of a Hub repository.
 
     Args:
         name: a path, or `org/name`, `org/name@revision`, `org/name/file.gguf`.
-        weights: download the weights too; False: only the tokenizer's files.
+        weights: whether to download the weights too, not only the tokenizer's files.
 
     Returns:
         The path itself if it exists, else the snapshot's folder or the file in it.
 
     Raises:
-        CheckpointError: nothing exists at the path, and it does not name a repository, or the package is missing, the
-            repository, revision or file does not exist, access is refused, or the Hub cannot be reached and the cache
-            lacks the files.
+        CheckpointError: nothing exists at the path and it does not name a repository; or the repository, revision or
+            file does not exist; or access is refused; or the Hub cannot be reached and the cache lacks the files.
     """
     text = os.fspath(name)
     # `lexists`: a broken link is a local problem, not a name.
@@ -75,7 +74,7 @@ def _describe_missing(text: str) -> str:
     except OSError:
         return f"{path} does not exist"
     if folder == pathlib.Path("."):
-        return f"{path} does not exist here, and it is not the name of a repository of the Hugging Face Hub (org/name)"
+        return f"{path} does not exist here, and it is not the name of a Hugging Face Hub repository (org/name)"
     near = difflib.get_close_matches(pathlib.Path(text).name, names, n=4, cutoff=0.4) or names[:4]
     if not names:
         return f"{path} does not exist; its folder is empty"
@@ -94,28 +93,27 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
             raise CheckpointError(f"the repository {name} has no file {file}")
         return path
     folder = _fetch(repository, revision, _DESCRIPTION if weights else TOKENIZER_FILES, name)
-    if not weights:
-        return folder
+    has_config = (folder / "config.json").exists()
     # Stop at an adapter: `mtpjax.folder_kinds` says what to do with it.
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    if not weights or (not has_config and (folder / "adapter_config.json").exists()):
         return folder
-    if not (folder / "config.json").exists():
+    if not has_config:
         raise CheckpointError(f"the repository {name} has no config.json; use {repository}/FILE.gguf for a GGUF file")
     # The small files say which weights belong to the checkpoint; other files, such as copies in a different format, are
-    # not downloaded. The folder's name is its commit, so both downloads are of the same one.
+    # not downloaded. The folder's name is its commit, so both downloads come from the same commit.
     patterns = _weight_files(folder)
     if (folder / INDEX).exists() and SINGLE not in patterns and _has_file(repository, folder.name, SINGLE):
-        # As in a folder: one of the two is obsolete, and programs differ in which one they read.
+        # As in a local folder, one of the two is obsolete, and programs differ in which one they read.
         raise CheckpointError(
             f"the repository {name} has {SINGLE} and also {INDEX}, which names other files: only one of the two is the "
-            f"checkpoint. Download it (hf download {repository} --local-dir FOLDER), delete one, and use FOLDER"
+            f"checkpoint. Download both (hf download {repository} --local-dir FOLDER), delete one, and use FOLDER"
         )
     _fetch(repository, folder.name, patterns, name)
     return folder
 
 
 def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
-    """Lists patterns of the weight files: those of the index, the single one, or those of an mtpjax checkpoint."""
+    """Returns patterns for the weight files: the files in the index, the single file, or an mtpjax checkpoint's."""
     if (folder / "digests.json").exists():
         return _OWN_FILES
     try:
@@ -134,27 +132,26 @@ def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
 
 
 def _has_file(repository: str, commit: str, file: str) -> bool:
-    """Returns whether a repository has a file; False if the Hub cannot be reached, as for a cached snapshot."""
+    """Returns whether a repository has a file; False if the Hub cannot be reached and the cache must suffice."""
     from huggingface_hub import HfApi, constants
 
     try:
         return HfApi(endpoint=constants.ENDPOINT).file_exists(repository, file, revision=commit)
-    # The download, which knows the cache, reports errors of the connection.
+    # The download, which knows the cache, reports connection errors.
     except Exception:
         return False
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], name: str) -> pathlib.Path:
-    """Downloads files of a repository that match a pattern into the cache, and returns the snapshot's folder."""
+    """Downloads the repository files that match the patterns into the cache, and returns the snapshot's folder."""
     import huggingface_hub
 
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
-        )
-    # The package lets errors of its HTTP library through, whose classes differ between its versions.
+        folder = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
+    # The package does not catch the exceptions of its HTTP library, whose classes differ between versions.
     except Exception as error:
         raise CheckpointError(_explain(error, repository, revision, name)) from error
+    return pathlib.Path(folder)
 
 
 def _explain(error: Exception, repository: str, revision: str | None, name: str) -> str:
@@ -168,7 +165,7 @@ def _explain(error: Exception, repository: str, revision: str | None, name: str)
         return f"the repository {repository} has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{_describe_missing(name)}. {constants.ENDPOINT} has no such repository either, or it is private: then "
+            f"{_describe_missing(name)}. {constants.ENDPOINT} has no such repository either, or it is private: if so, "
             "set HF_TOKEN to your token"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
@@ -176,9 +173,9 @@ def _explain(error: Exception, repository: str, revision: str | None, name: str)
         if not constants.HF_HUB_OFFLINE:
             cause = f"{constants.ENDPOINT} cannot be reached ({type(error.__cause__ or error).__name__})"
         return (
-            f"{_describe_missing(name)}. As a repository of the Hugging Face Hub it cannot be read: {cause}, and the "
-            f"cache {constants.HF_HUB_CACHE} does not hold all of its files"
+            f"{_describe_missing(name)}. As a Hugging Face Hub repository it cannot be read: {cause}, and the cache "
+            f"{constants.HF_HUB_CACHE} does not contain all of its files"
         )
     first_line = str(error).strip().partition("\n")[0]
     problem = f"{type(error).__name__}: {printable(first_line, 300)}"
-    return f"{_describe_missing(name)}. As a repository of the Hugging Face Hub it cannot be downloaded: {problem}"
+    return f"{_describe_missing(name)}. As a Hugging Face Hub repository it cannot be downloaded: {problem}"

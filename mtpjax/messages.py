@@ -6,7 +6,7 @@ from typing import Any
 
 
 def count_of(number: int, noun: str) -> str:
-    """Returns a number and its noun, which has an s unless the number is 1.
+    """Returns a number and its noun, in the plural unless the number is 1.
 
     Args:
         noun: the noun in the singular, such as "round".
@@ -21,7 +21,7 @@ def json_type_name(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most likely meant by a misspelt one.
+    """Returns the known name that a misspelled name most likely means.
 
     Returns:
         The name that starts with `name`, if there is only one; else the one with the most similar spelling. None if no
@@ -35,7 +35,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: ": did you mean X?", or nothing if no name is similar."""
+    """Returns the end of a message about an unknown name: ": did you mean X?", or "" if no name is similar."""
     found = nearest(name, known)
     return f": did you mean {found}?" if found else ""
 

@@ -24,7 +24,7 @@ def free_programs_if_full(max_share: float = 0.5) -> bool:
         max_share: the share of the mappings, 0..1, above which programs are freed.
 
     Returns:
-        True if programs were freed. False below the share, and on systems that do not count mappings.
+        True if programs were freed. False up to this share, and on systems that do not count mappings.
 
     Raises:
         ValueError: `max_share` is not within 0..1.

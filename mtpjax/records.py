@@ -1,4 +1,4 @@
-"""Imports user-defined records, acceptance rules and draft methods, by `package.module:RECORD`."""
+"""Imports user-defined acceptance rules and draft methods, given as `package.module:RECORD`."""
 
 import importlib
 import os
@@ -11,19 +11,16 @@ T = TypeVar("T")
 
 
 def import_record(name: str, kind: type[T]) -> T:
-    """Imports a record.
+    """Imports an acceptance rule or a draft method.
 
     Args:
         name: `package.module:RECORD`; the module is installed, on `PYTHONPATH`, or a file in the current folder.
-        kind: the class of the record.
-
-    Returns:
-        The record.
+        kind: the class that the object must be an instance of.
 
     Raises:
-        UsageError: the module cannot be imported, or has no such record.
+        UsageError: the module cannot be imported, lacks the name, or has an object of a different class there.
     """
-    # A missing or misspelt name is an error of one line; other errors of the module keep their traceback.
+    # A missing or misspelled name gives a one-line error; other errors in the module keep their traceback.
     module, _, attribute = name.partition(":")
     if (folder := os.getcwd()) not in sys.path:  # as with `python -m`
         sys.path.append(folder)

@@ -15,10 +15,10 @@ from typing import Any
 
 from mtpjax.errors import CheckpointFileError, UnsafeFileError, printable
 
-BLOCK_BYTES = 4 << 20  # of a tensor or file that is read, reordered or written at once
+BLOCK_BYTES = 4 << 20  # part of a tensor or file that is read, reordered or written at once
 MAX_JSON_DEPTH = 64  # NumPy arrays have at most 64 dimensions; configurations and records nest less than ten levels
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of additional chat templates in a Hugging Face directory
-# A string, whose brackets do not count, or a bracket.
+# Matches a string, whose brackets do not count, or a bracket.
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 
@@ -53,7 +53,7 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
     Raises:
         UnsafeFileError: the file is missing, unreadable, not a regular file, or outside `root`.
     """
-    # Resolve symlinks first, so that the checks are of the file that is opened.
+    # Resolve symlinks first, so that the checks apply to the file that is actually opened.
     try:
         real = path.resolve(strict=True)
         kind = os.lstat(real).st_mode
@@ -88,8 +88,8 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
 
 
 def _read_bounded(stream: io.BufferedReader, path, max_bytes: int) -> bytes:
-    # Read one byte more than allowed: the size that the file system reports can change while the file is read. A read
-    # reserves memory for all that it may return, so the limit of a small file is its size.
+    # Try to read one byte more than allowed: the file can grow after its size is checked. `read` allocates memory for
+    # everything that it may return, so limit it to the file's size.
     content = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
@@ -97,7 +97,7 @@ def _read_bounded(stream: io.BufferedReader, path, max_bytes: int) -> bytes:
 
 
 def pread(descriptor: int, count: int, offset: int, path) -> bytearray:
-    """Reads bytes at an offset of an open file. `path` is its name in the error about a truncated file."""
+    """Reads bytes at an offset of an open file. `path` names the file if it is truncated."""
     content = bytearray(count)
     pread_into(descriptor, memoryview(content), offset, path)
     return content
@@ -132,7 +132,7 @@ def open_regular(path: str | os.PathLike) -> io.BufferedReader:
         OSError: the file is missing or cannot be read.
         UnsafeFileError: it is not a regular file.
     """
-    # O_NONBLOCK: opening a named pipe must not wait for its writer. Check the open file, which the name may not match.
+    # O_NONBLOCK: opening a named pipe must not wait for its writer. Check the opened file: a path can change its file.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
@@ -158,8 +158,8 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
 
 def check_json_depth(raw: bytes, max_depth: int = MAX_JSON_DEPTH) -> None:
     """Raises `ValueError` if JSON nests deeper than `max_depth`, before it is parsed."""
-    # The parser and users of the value recurse. Without more brackets than `max_depth` it cannot nest too
-    # deeply, so most files need no scan.
+    # The parser and the code that uses the value recurse. With at most `max_depth` opening brackets, a file cannot nest
+    # too deeply, so most files need no scan.
     if raw.count(b"[") + raw.count(b"{") > max_depth:
         depth = 0
         for match in _BRACKETS.finditer(raw):

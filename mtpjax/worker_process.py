@@ -14,14 +14,14 @@ import time
 from collections.abc import Sequence
 
 _READ_BYTES = 1 << 20
-_EXIT_SECONDS = 1.0  # in which a process that has closed its output may end by itself
+_EXIT_SECONDS = 1.0  # a process that has closed its output has this long to exit by itself
 
 
 class WorkerEnded(Exception):
     """The process gave no answer.
 
     Attributes:
-        code: its exit code, negative for a signal; None: it was killed at the time limit.
+        code: its exit code, negative for a signal; None if it was killed at the time limit.
     """
 
     def __init__(self, code: int | None):
@@ -47,16 +47,16 @@ class WorkerProcess:
         self._owner = 0  # pid; a forked process must not share its parent's pipes
 
     def ask(self, line: Sequence[bytes], seconds: float) -> bytes:
-        """Sends a request and waits for its answer, after those of other threads.
+        """Sends a request and returns its answer. Requests from several threads run one at a time.
 
         Args:
-            line: the request in parts, which are not joined; without a line end.
-            seconds: time limit from the start of this request to the whole answer.
+            line: the request without a line end, in parts that are written one by one to avoid a copy.
+            seconds: time limit from the start of this request to the end of its answer.
 
         Raises:
-            WorkerEnded: there is no answer. The next request starts a new process.
+            WorkerEnded: the process gave no answer. The next request starts a new process.
         """
-        # One request at a time: the answer belongs to the request before it.
+        # One request at a time, because answers come in the order of the requests.
         with self._lock:
             process = self._start()
             try:
@@ -79,7 +79,7 @@ class WorkerProcess:
                 self._stop()
 
     def kill(self) -> None:
-        """Ends the process at once, even during a request, which then fails."""
+        """Kills the process at once. A request in progress fails."""
         if (process := self._process) is not None and self._owner == os.getpid():
             process.kill()
 
@@ -88,7 +88,7 @@ class WorkerProcess:
             if self._process.poll() is None:
                 return self._process
             self._stop()
-        # -P: the folder of a script may have modules with common names, which must not hide others.
+        # -P: the script's folder may have modules with common names, which must not shadow other modules.
         command, pipe = [sys.executable, "-P", os.path.abspath(self._script)], subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
         for stream in (process.stdin, process.stdout):
@@ -104,7 +104,7 @@ class WorkerProcess:
         assert process.stdin is not None and process.stdout is not None
         if kill:
             process.kill()
-        # A process that has closed its output may still be ending by itself, with the code that tells why.
+        # A process that has closed its output may still be exiting, with a code that gives the reason.
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
@@ -117,7 +117,7 @@ class WorkerProcess:
 
 
 def _exchange(process: subprocess.Popen, line: Sequence[bytes], end: float) -> bytes:
-    """Writes a line in parts and reads one, or a part of one if the process ends. Raises TimeoutError at `end`."""
+    """Writes a line in parts and reads a line; only its start if the process ends. Raises TimeoutError at `end`."""
     source, target = process.stdout, process.stdin
     assert source is not None and target is not None
     unsent, parts = collections.deque(memoryview(part) for part in line if part), [b""]
@@ -135,7 +135,7 @@ def _exchange(process: subprocess.Popen, line: Sequence[bytes], end: float) -> b
                     try:
                         if rest := part[os.write(key.fd, part) :]:
                             unsent.appendleft(rest)
-                    except OSError:  # it has ended; its output says so too
+                    except OSError:  # the process has ended; the end of its output shows this too
                         unsent.clear()
                     if not unsent:
                         selector.unregister(target)

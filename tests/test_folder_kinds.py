@@ -44,26 +44,26 @@ def test_an_adapter_names_its_base_in_every_command(command, adapter, tmp_path, 
     with pytest.raises(SystemExit) as stop:
         main(command)
     said = capsys.readouterr().err
-    assert stop.value.code == 3 and "is an adapter of org/base" in said and "merge_and_unload" in said
+    assert stop.value.code == 3 and "is an adapter for org/base" in said and "merge_and_unload" in said
 
 
 def test_python_callers_are_told_too(adapter):
-    with pytest.raises(CheckpointError, match="adapter of org/base"):
+    with pytest.raises(CheckpointError, match="adapter for org/base"):
         mtpjax.load(adapter)
     (adapter / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="adapter of org/base"):
+    with pytest.raises(CheckpointError, match="adapter for org/base"):
         mtpjax.load(adapter)
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (["model_index.json", "unet/config.json"], "a pipeline of diffusers"),
+        (["model_index.json", "unet/config.json"], "a diffusers pipeline"),
         (["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata"], "accelerate merge-weights"),
         (["zero_to_fp32.py", "global_step10/x.pt"], "zero_to_fp32.py"),
-        (["optimizer.pt", "scheduler.pt"], "optimizer's state"),
+        (["optimizer.pt", "scheduler.pt"], "optimizer state"),
         (["checkpoint-10/config.json", "checkpoint-20/config.json"], "checkpoint-20"),
-        (["model.Q4_K_M.gguf", "model.Q8_0.gguf"], "give one of the files, such as model.Q4_K_M.gguf"),
+        (["model.Q4_K_M.gguf", "model.Q8_0.gguf"], "give one of these files, such as model.Q4_K_M.gguf"),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin, an unsupported weight format"),
     ],
 )

@@ -231,7 +231,7 @@ def test_what_is_missing_is_one_plain_line(repository, hub, monkeypatch):
         assert "\n" not in str(error.value)
     # Offline, and nothing of it in the cache; then without anyone at the endpoint.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE is set, and the cache .* does not hold"):
+    with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE is set, and the cache .* does not contain"):
         mtpjax.load("org/small")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -247,7 +247,7 @@ def test_gated_and_private_repositories_need_a_token(repository, hub, monkeypatc
         mtpjax.load("org/small")
     hub.add("org/secret", repository)
     hub.private.add("org/secret")
-    with pytest.raises(CheckpointError, match="it is private: then set HF_TOKEN"):
+    with pytest.raises(CheckpointError, match="it is private: if so, set HF_TOKEN"):
         mtpjax.load("org/secret")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     for name in ("org/small", "org/secret"):

@@ -19,13 +19,13 @@ def encode_chat(
 ) -> tuple[list[int], np.ndarray]:
     """Encodes a conversation, and marks the tokens of the assistant's answers as targets.
 
-    Answers are the contents of the template's `{% generation %}` blocks. Without such blocks, an answer is what the
-    template writes after the prompt that decoding would see. An answer ends with its last end token. If it contains no
-    end token, the next token is also a target if it is an end token, because it stops decoding (GLM's `<|user|>`); so
-    is the end of the conversation. Messages of `"weight": 0` are not targets.
+    Answers are the contents of the template's `{% generation %}` blocks. Without such blocks, an answer is the text
+    that the template writes after the prompt that decoding would see. An answer ends with its last end token. If it
+    contains no end token, an end token right after it is also a target, because it stops decoding (GLM's `<|user|>`);
+    so is the end token that packing adds after the conversation. Messages with `"weight": 0` are not targets.
 
     Args:
-        **template_variables: variables of the template, such as `tools`.
+        **template_variables: template variables, such as `tools`.
 
     Returns:
         Tokens `[n]`, and `[n + 1]` bool, true where a token is a target; the last entry is the end token that packing
@@ -43,7 +43,7 @@ def encode_chat(
                 messages, add_generation_prompt=False, with_generation=True, **template_variables
             )
         except DroppedTextError as error:
-            # A template that drops earlier answers may still write each of them in last place.
+            # A template that drops earlier answers may still write each of them as the last message.
             if error.index not in _answer_indices(messages):
                 raise
             raise _not_located(error.index, messages, error) from error
@@ -60,12 +60,12 @@ def encode_answers(
 ) -> tuple[list[tuple[list[int], np.ndarray]], list[str]]:
     """Encodes a conversation as documents in which all answers that can be located are targets.
 
-    This is one document if `encode_chat` can locate every answer. Otherwise each answer gets its own document: the
-    prompt as decoding sees it, and the answer as the template writes it in last place. Templates for reasoning models,
-    for example, remove the thoughts of earlier answers.
+    The result is one document if `encode_chat` can locate every answer. Otherwise each answer gets a separate document:
+    the prompt as decoding sees it, and the answer as the template writes it as the last message. For example, templates
+    for reasoning models remove the reasoning from earlier answers.
 
     Args:
-        **template_variables: variables of the template, such as `tools`.
+        **template_variables: template variables, such as `tools`.
 
     Returns:
         The tokens and targets of each document, as `encode_chat` returns them, and the problem of each answer that
@@ -126,7 +126,7 @@ def _mark_by_prefixes(
 def _encode_answer(
     messages: list[dict[str, Any]], index: int, tokenizer: HuggingFaceTokenizer, template_variables: dict[str, Any]
 ) -> tuple[list[int], np.ndarray]:
-    """Encodes the prompt of an answer and the answer."""
+    """Encodes one answer together with its prompt."""
     template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
     render = tokenizer.chat_templates.render
     prompt = render(messages[:index], add_generation_prompt=True, **template_variables)
@@ -137,7 +137,7 @@ def _encode_answer(
     before, (tokens, _) = tokenizer.encode_rendered(prompt)[0], tokenizer.encode_rendered(through)
     begin = len(before)
     if tokens[:begin] != before:
-        # A token spans the prompt and the answer. In decoding none does, so they are encoded separately.
+        # A token spans the prompt and the answer. This cannot happen in decoding, so encode the two separately.
         tokens = before + tokenizer.encode_rendered(through, len(prompt.text))[0]
     is_target = np.zeros(len(tokens) + 1, bool)
     is_target[begin : _answer_end(tokens, begin, len(tokens), tokenizer)] = True
@@ -173,7 +173,7 @@ def _mark_blocks(
 
 
 def _answer_end(tokens: list[int], begin: int, end: int, tokenizer: Tokenizer) -> int:
-    """Returns where the targets of an answer end: after its last end token, or after the one that follows it.
+    """Returns the index where an answer's targets end: after its last end token, or an end token right after it.
 
     Text that the template writes after the end token, such as a newline, is not a target.
     """
@@ -202,7 +202,7 @@ def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.nda
         # Tokens from the end of the header up to and including the next end token.
         position += len(header)
         begin = int(np.searchsorted(starts, position))
-        # Without one, also the end token that packing adds.
+        # Without an end token, targets reach up to the end token that packing adds.
         ends = (place for place in range(begin, len(tokens)) if tokens[place] in tokenizer.eos_token_ids)
         is_target[begin : next(ends, len(tokens)) + 1] = True
         position = text.find(header, position)

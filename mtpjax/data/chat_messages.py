@@ -1,8 +1,8 @@
-"""Converts messages and tools of clients and data sets to one clean form, and to the forms that templates read.
+"""Converts messages and tools from clients and data sets to one clean form, and then to the forms that templates read.
 
-Clean messages are OpenAI's, without null fields. `content` is a text or a list of parts of text; an answer without text
-has none. `tool_calls` is a list of `{"type": "function", "function": {"name", "arguments"}}`, whose arguments stay an
-object or JSON text as they were given.
+Clean messages are OpenAI messages without null fields. `content` is a string or a list of text parts; an answer without
+text has no `content`. `tool_calls` is a list of `{"type": "function", "function": {"name", "arguments"}}`, whose
+arguments remain an object or JSON text, as given.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from mtpjax.errors import ConversationError, printable
 from mtpjax.messages import json_type_name
 from mtpjax.safe_open import parse_json
 
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that most templates read
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # most templates read the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Forms:
 
     Attributes:
         content: as "given", as "text", as "parts", or as "one part".
-        text_roles: roles whose content is a text in any case.
-        empty: the content of an answer without text: "text" (an empty one), "null" or "absent"; "usual": as OpenAI's
-            API writes it, null with tool calls, and otherwise an empty text.
-        arguments: of tool calls: as "given", as "object", as JSON "text", or as "object or text", which is text only
-            where it is not the JSON text of an object.
+        text_roles: roles whose content is always text.
+        empty: the content of an answer without text: "text" (an empty string), "null" or "absent"; "usual": as OpenAI's
+            API writes it, null with tool calls, and otherwise an empty string.
+        arguments: the form of a tool call's arguments: as "given", as "object", as JSON "text", or as "object or text",
+            which is text only if it is not the JSON text of an object.
         calls: "wrapped" in a "function" field, or "bare".
         developer: the role of developer messages.
         tools: as "given", "wrapped" in a "function" field, or "bare".
@@ -43,7 +43,7 @@ class Forms:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Removes fields that are null, at every depth: Arrow and `model_dump()` write them for fields that are missing."""
+    """Removes null fields at every depth. Arrow and `model_dump()` write null for missing fields."""
     if isinstance(value, dict):
         return {key: drop_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -63,7 +63,7 @@ def clean_tools(tools: Any) -> list[Any] | None:
         tools: a list of tools, one tool, or the JSON text of either; a tool is an object or its JSON text.
 
     Returns:
-        The tools, without null fields, and with parameters that are objects; None if there are none.
+        The tools, without null fields, and with their parameters as objects; None if there are no tools.
     """
     if isinstance(tools, str):
         tools = _parse(tools, "tools") if tools.strip() else None
@@ -129,7 +129,7 @@ def _clean_message(message: Any, place: str) -> dict[str, Any]:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     calls = message.pop("tool_calls", None)
     if not calls and isinstance(message.get("function_call"), dict | str):
-        calls = message.pop("function_call")  # OpenAI's older name of a single call
+        calls = message.pop("function_call")  # OpenAI's older field for a single call
     if calls:
         message["tool_calls"] = _clean_calls(calls, place)
     return message

@@ -1,11 +1,11 @@
-"""Renders conversations with the chat templates of a checkpoint.
+"""Renders conversations with a checkpoint's chat templates.
 
 The server, `regenerate`, `generate` and training all use this module, so they see the same prompts.
 
-Templates differ in what they read: arguments of tool calls as an object or as text, content as text or as parts, and so
-on. Content that a template does not read often vanishes without an error. So a conversation of the same shape is first
-rendered with a unique word instead of each text (`mtpjax.data.probe_messages`). A form is right if every word reaches
-the prompt.
+Templates read their inputs in different forms: tool call arguments as an object or as text, content as text or as
+parts, and so on. Content in the wrong form often vanishes without an error. So a conversation of the same shape is
+rendered first, with a unique word instead of each text (`mtpjax.data.probe_messages`). A form is right if every word
+appears in the prompt.
 """
 
 import dataclasses
@@ -16,37 +16,29 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mtpjax.data import probe_messages
 from mtpjax.data.chat_messages import Forms, clean_messages, clean_tools, in_forms, text_of
 from mtpjax.data.hidden_text import HiddenText, RenderedChat
-from mtpjax.data.probe_messages import (
-    CALL_ID,
-    message_shape,
-    probe_message,
-    probe_tool,
-    tool_kind,
-    unique_word,
-    without_repetitions,
-)
 from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
 from mtpjax.data.tokenizer_files import DEFAULT_TEMPLATE, MAX_TEMPLATE_CHARACTERS
 from mtpjax.errors import ConversationError, DroppedTextError, TokenizerError, printable
 
 MAX_MESSAGES = 10_000
-MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape in one step, and messages in all of them
+MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # maximum renderings of a shape per step, and messages in all of them
 PROBES_AT_ONCE = 32
 MAX_STEPS = 3
 SYSTEM_ROLES = ("system", "developer")
-MISSING, FAILED = 2, 3  # ranks of the problems of probes
+MISSING, FAILED = 2, 3  # values of `_Problem.rank`
 TOOL_USE = "tool_use"
 
 
 class ChatTemplates:
-    """The chat templates of a checkpoint, by name.
+    """A checkpoint's chat templates, by name.
 
     Args:
-        templates: jinja2 sources; a conversation takes "tool_use" if it has tools, else "default".
+        templates: jinja2 sources; a conversation uses "tool_use" if it has tools, else "default".
         variables: the special tokens that templates may write, such as `bos_token`.
-        special_names: all special tokens, which stay text where a user or a tool writes them.
+        special_names: all special tokens; in text from users and tools, they remain plain text.
     """
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, Any], special_names: Sequence[str]):
@@ -54,7 +46,7 @@ class ChatTemplates:
 
     @property
     def setting(self) -> Any:
-        """The value of `chat_template` with which a `tokenizer_config.json` stores these templates."""
+        """These templates as the value of `chat_template` in a `tokenizer_config.json`."""
         if list(self.templates) in ([], [DEFAULT_TEMPLATE]):
             return self.templates.get(DEFAULT_TEMPLATE)
         return [{"name": name, "template": template} for name, template in self.templates.items()]
@@ -68,18 +60,18 @@ class ChatTemplates:
     ) -> RenderedChat:
         """Renders a conversation.
 
-        Null fields are dropped. Probe messages of the conversation's shape decide the inputs of the template: arguments
-        of tool calls as objects or as JSON text, content as text or as parts, the role of developer messages.
+        Null fields are dropped. Probe messages with the conversation's shape decide the form of the template's inputs:
+        tool call arguments as objects or as JSON text, content as text or as parts, the role of developer messages.
 
         Args:
-            **variables: further variables of the template, such as `enable_thinking`; `strftime_now` may be a date,
-                which the template then takes as today.
+            **variables: further template variables, such as `enable_thinking`; `strftime_now` may be a date, which the
+                template then uses as today's date.
         """
         _check_size("", messages)
         messages, tools = clean_messages(messages), clean_tools(tools)
         # transformers always defines these two, and some templates rely on it.
         variables = {**self._variables, "documents": None, "add_generation_prompt": True, **variables}
-        # Where there are tool calls but no list of tools, the default template comes first, as in transformers.
+        # If there are tool calls but no list of tools, try the default template first, as transformers does.
         names = [TOOL_USE, DEFAULT_TEMPLATE] if tools is not None else [DEFAULT_TEMPLATE]
         names = [name for name in names if name in self.templates][:1]
         has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
@@ -116,7 +108,7 @@ class ChatTemplates:
         with_generation: bool,
     ) -> RenderedChat:
         _check_size(template, messages)
-        # 1. Decide the forms, by probes of this shape.
+        # 1. Choose the forms by rendering probes of this shape.
         others = {name: value for name, value in variables.items() if name != "strftime_now"}
         forms = _with_errors(lambda: choose_forms(template, messages, tools, others))
 
@@ -124,7 +116,7 @@ class ChatTemplates:
             messages, tools = in_forms(messages, tools, forms)
             return _render_once(template, messages, {**variables, "tools": tools}, with_generation)
 
-        # 2. Render the conversation unchanged, and again with marks that replace foreign special tokens.
+        # 2. Render the conversation unchanged, and again with marks in place of untrusted special tokens.
         plain = render(messages, tools, with_generation)
         hidden = HiddenText(self._special_names, [messages, tools], template)
         hidden_tools = hidden.hide_value(tools)
@@ -132,8 +124,8 @@ class ChatTemplates:
         if not hidden.texts:
             return RenderedChat(plain.text, [], plain.generation)
         marked = render(without, hidden_tools).text
-        # 3. Find the marks. A template that looks at the text may write it differently, such as one that adds a token
-        # to a message unless the user already wrote it (GLM's `/nothink`). The user's text then becomes that token.
+        # 3. Find the marks. A template that inspects the text may write it differently, such as one that adds a token
+        # to a message unless the user already wrote it (GLM's `/nothink`). The user's text then counts as that token.
         spans = hidden.find(marked, plain.text)
         if spans is None:
             alike = HiddenText(self._special_names, None, "", keep_length=True)
@@ -174,11 +166,11 @@ def _render_once(
 
 
 def _with_errors(function: Callable[[], Any]) -> Any:
-    """Calls a function that renders, and converts its failures to errors for users."""
+    """Calls a function that renders, and converts its failures to user-facing errors."""
     try:
         return function()
     except TemplateFailure as error:
-        # A template that does not compile is the tokenizer's error; one that fails on these messages is theirs.
+        # If a template does not compile, the tokenizer is wrong; if it fails on these messages, the conversation is.
         kind = TokenizerError if error.is_template else ConversationError
         raise kind(f"the chat template failed: {error}") from error
     except ConversationError:
@@ -207,7 +199,7 @@ class _Problem(NamedTuple):
     """The worst problem of a rendered probe.
 
     Attributes:
-        rank: 0 none, 1 quoted twice or as a Python value, `MISSING`, `FAILED`.
+        rank: 0 if there is none, 1 for arguments quoted twice or written as Python values, `MISSING`, or `FAILED`.
         lost: index of the message whose text does not reach the prompt, or -1 for the tools.
         what: the missing part.
     """
@@ -222,30 +214,29 @@ def choose_forms(
 ) -> Forms:
     """Finds the forms in which a template reads a conversation.
 
-    Probes are cached by the template and the shape of the conversation: roles, and which fields the messages have. A
-    turn that repeats counts as two.
+    Results are cached by the template and the conversation's shape: the roles, and which fields the messages have. A
+    turn that repeats counts at most twice.
 
-    If the template fails on every probe, these are the usual forms: it then fails on the messages too, or it looks at
-    their text.
+    If the template fails on every probe, the usual forms are returned: it will fail on the messages too, or it depends
+    on their text.
 
     Raises:
-        DroppedTextError: the template writes the conversation without the text of a message, without a tool call or
-            without the tools, in every form.
+        DroppedTextError: in every form, the template omits the text of a message, a tool call, or the tools.
     """
-    kept = without_repetitions(list(map(message_shape, messages)))
-    probe = [probe_message(messages[index], number) for number, index in enumerate(kept)]
+    kept = probe_messages.without_repetitions(list(map(probe_messages.message_shape, messages)))
+    probe = [probe_messages.probe_message(messages[index], number) for number, index in enumerate(kept)]
     probe_tools = None
     if tools is not None:
-        kinds = {tool_kind(tool): tool for tool in tools}
-        probe_tools = [probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
+        kinds = {probe_messages.tool_kind(tool): tool for tool in tools}
+        probe_tools = [probe_messages.probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
     forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if problem.rank == FAILED or problem.what == "tool call":
-        # Some templates look into the ids of tool calls, so try again with the conversation's own.
-        probe = [probe_message(messages[index], number, own_ids=True) for number, index in enumerate(kept)]
+        # Some templates inspect tool call ids, so try again with the conversation's ids.
+        probe = [probe_messages.probe_message(messages[index], n, own_ids=True) for n, index in enumerate(kept)]
         forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if problem.rank == FAILED:
-        # The template fails on the messages too, or it looks at their text. Fewer templates fail on an empty text than
-        # on null.
+        # The template will fail on the messages too, or it depends on their text. Fewer templates fail on an empty text
+        # than on null.
         return Forms(empty="text")
     if problem.rank == MISSING:
         if problem.lost < 0:
@@ -264,16 +255,16 @@ def choose_forms(
 
 @functools.lru_cache(maxsize=1024)
 def _choose(template: str, probe_text: str) -> tuple[Forms, _Problem]:
-    """Tries the usual forms, and the others only if those are wrong. Returns the best forms and their problem."""
+    """Tries the usual forms, and others only if these are wrong. Returns the best forms and their problem."""
     probe = _Probe(template, *json.loads(probe_text))
     choices = _choices(probe.messages, probe.tools)
     best = Forms()
     tried: dict[Forms, _Problem] = {}
     badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
-    # If every form loses something, the one that loses it latest is closest: further changes start from there.
+    # If every form loses some text, the form whose first loss comes latest is the closest: change that one further.
     for _ in range(MAX_STEPS):
         candidates = [each for each in _candidates(choices, best, len(probe.messages)) if each not in tried]
-        # The first form is right for most; the others follow in requests that stay within the time limit.
+        # The first form is right for most templates; the others follow in requests that stay within the time limit.
         for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
             part = candidates[start:end]
             tried |= zip(part, _try(part, probe), strict=True)
@@ -286,9 +277,9 @@ def _choose(template: str, probe_text: str) -> tuple[Forms, _Problem]:
 
 
 def _with_objects(forms: Forms, probe: _Probe) -> Forms:
-    """Gives arguments as objects to a template that reads both forms, if it then writes them differently.
+    """Changes the form of arguments to objects for a template that reads both forms but writes objects differently.
 
-    Such a template has a separate form for objects (such as XML), and would copy JSON text unchanged.
+    Such a template writes objects in a separate format (such as XML), and would copy JSON text unchanged.
     """
     calls = [call for message in probe.messages for call in message.get("tool_calls", ())]
     if forms.arguments != "given" or not any(isinstance(call["function"]["arguments"], str) for call in calls):
@@ -319,13 +310,13 @@ def _choices(messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[st
 
 
 def _candidates(choices: dict[str, list[Any]], first: Forms, num_messages: int) -> list[Forms]:
-    """Returns forms, `first` and those nearest to it."""
+    """Returns `first` and the forms nearest to it."""
     usual = [getattr(first, name) for name in choices]
     products = sorted(
         itertools.product(*choices.values()),
         key=lambda values: sum(value != other for value, other in zip(values, usual, strict=True)),
     )
-    # A client must not be able to cause many renderings of many messages. Each single change is tried.
+    # Limit the number, so that a client cannot cause many renderings of many messages. Always try each single change.
     count = max(1, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)) - 1)
     count = 1 + max(count, sum(len(values) - 1 for values in choices.values()))
     return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
@@ -344,7 +335,7 @@ def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Pr
     `shaped` are the messages as the template got them.
     """
     text = result.text.casefold()
-    if any(unique_word("tool", number) not in text for number in range(len(probe.tools or ()))):
+    if any(probe_messages.unique_word("tool", number) not in text for number in range(len(probe.tools or ()))):
         return _Problem(MISSING, -1, "tools")
     words = []
     for index, message in enumerate(probe.messages):
@@ -355,13 +346,14 @@ def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Pr
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += arguments
             # Some templates write only the id, which contains the name (Kimi's).
-            is_named = name in text or ("id" in call and (call["id"] != CALL_ID or CALL_ID in text))
+            call_id = probe_messages.CALL_ID
+            is_named = name in text or ("id" in call and (call["id"] != call_id or call_id in text))
             if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
                 return _Problem(MISSING, index, "tool call")
     nulls = [index for index, each in enumerate(shaped) if each.get("content", "") is None]
     if nulls and "None" in result.text:
         return _Problem(MISSING, nulls[0], "missing content")
-    # A part that was written with its field names is not read as a part.
+    # If a part appears with its field names, the template does not read parts.
     if part := re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext(\d+)p""", text):
         return _Problem(MISSING, int(part[1]), "text")
     # A key in single quotes or after a backslash belongs to a Python value, or to JSON text that was quoted again.

@@ -14,20 +14,20 @@ class Source:
 
     Attributes:
         path: a file, or a folder with its subfolders; None: the running interpreter's standard library.
-        pattern: glob pattern of the files in a folder. Hidden and binary files are left out and counted
+        pattern: glob pattern for the files in a folder. Hidden and binary files are left out and counted
             (`mtpjax.data.data_files`).
-        kind: what the files hold. "auto": the suffix decides. `.jsonl`, `.jsonl.gz`, `.json` (a list) and `.parquet`
-            (with pyarrow) hold records, each a conversation or a text, and any other file is a document. "text": each
-            file is a document. "jsonl": each record has a text. "chat": each record has a conversation in OpenAI's,
-            ShareGPT's or Alpaca's form, and its answers are the targets. "formatted": each record has a conversation
-            that the chat template has written already, and its answers are the targets.
-        field: the record's field with the text or the conversation; "": `text`, or for conversations `messages`,
-            `conversations` or `instruction`.
+        kind: the contents of the files. "auto": the suffix decides. `.jsonl`, `.jsonl.gz`, `.json` (a list) and
+            `.parquet` (with pyarrow) contain records, each a conversation or a text, and any other file is a document.
+            "text": each file is a document. "jsonl": each record has a text. "chat": each record has a conversation in
+            OpenAI, ShareGPT or Alpaca format, and its answers are the targets. "formatted": each record has a
+            conversation that is already formatted by the chat template, and its answers are the targets.
+        field: the record's field that contains the text or the conversation; "": `text`, or for conversations
+            `messages`, `conversations` or `instruction`.
         weight: the source's share of the rows, relative to the other sources' weights.
         max_skipped: number of unusable documents after which reading stops with an error.
 
     Raises:
-        ValueError: an unknown kind, a missing path, a value out of range, or a setting that is unused.
+        ValueError: the kind is unknown, the path is missing, a value is out of range, or a setting is unused.
     """
 
     path: str | None = None

@@ -1,4 +1,4 @@
-"""Lists the files of a folder of data, and counts those that are left out."""
+"""Lists the data files in a folder, and counts the files that are left out."""
 
 import pathlib
 from collections import Counter
@@ -8,7 +8,7 @@ from mtpjax.data.record_files import is_record_file
 from mtpjax.errors import printable
 from mtpjax.safe_open import open_regular
 
-BINARY_BYTES = 8192  # a NUL among the first ones makes a file binary, as for git
+BINARY_BYTES = 8192  # a file with a NUL among its first bytes counts as binary, as in git
 
 
 class DataFiles(NamedTuple):
@@ -16,8 +16,8 @@ class DataFiles(NamedTuple):
 
     Attributes:
         paths: the files, sorted.
-        left_out: number of files of a folder that are not read, by reason.
-        last_left_out: the last of them; None: there are none.
+        left_out: number of files in the folder that are not read, by reason.
+        last_left_out: the last such file; None if there is none.
     """
 
     paths: list[pathlib.Path]
@@ -33,13 +33,13 @@ class DataFiles(NamedTuple):
 def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
     """Lists the files of a source of data.
 
-    Of a folder, leaves out and counts files of four kinds: "hidden" (the name of the file or of a folder above it
-    starts with a dot; a pattern that starts with one reads them), "binary" (texts that contain NUL), "not a file"
-    (links to folders, broken links, devices), and "of the run" (in the folder that the run itself writes).
+    In a folder, it leaves out and counts four kinds of files: "hidden" (the name of the file or of a subfolder above it
+    starts with a dot; a pattern with such a part includes them), "binary" (texts that contain NUL), "not a file" (links
+    to folders, broken links, devices), and "of the run" (in the folder that the run itself writes).
 
     Args:
         path: a file, or a folder with its subfolders.
-        output: folder that the run writes; None: none.
+        output: folder that the run writes, if any.
     """
     root = pathlib.Path(path)
     if not root.exists():
@@ -48,7 +48,7 @@ def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
         raise ValueError(f"{root} is neither a regular file nor a folder")
     if root.is_file():
         if pattern != "*":
-            raise ValueError(f"pattern {pattern!r} chooses files of a folder, and {root} is a file")
+            raise ValueError(f"pattern {pattern!r} selects files in a folder, but {root} is a file")
         return DataFiles([root], Counter())
     paths, left_out, last = [], Counter(), None
     matching, with_hidden = set(root.rglob(pattern)), _names_hidden(pattern)
@@ -73,7 +73,7 @@ def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
 def _reason_to_leave_out(
     file: pathlib.Path, root: pathlib.Path, output: pathlib.Path | None, *, with_hidden: bool
 ) -> str:
-    """Returns why a file of a folder is not read, or ""."""
+    """Returns why a file in a folder is not read, or ""."""
     if output is not None and output != root.resolve() and file.resolve().is_relative_to(output):
         return "of the run"
     if not with_hidden and _names_hidden(file.relative_to(root)):

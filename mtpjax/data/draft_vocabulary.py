@@ -33,8 +33,8 @@ class CorpusCounts:
 
     Attributes:
         counts: `[V]` occurrences of each token.
-        num_files: files that were counted.
-        skipped: files that are not text.
+        num_files: number of files that were counted.
+        skipped: names of files that are not text.
     """
 
     counts: np.ndarray
@@ -49,7 +49,7 @@ def count_tokens(
     *,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> CorpusCounts:
-    """Counts the tokens of files; of files of records, the tokens of their texts and conversations."""
+    """Counts the tokens in files; in record files, the tokens of the records' texts and conversations."""
     counts = np.zeros(vocab_size, np.int64)
     skipped = []
     for file in files:
@@ -79,10 +79,10 @@ def choose_vocabulary(counts: np.ndarray, size: int, *, required_ids: Iterable[i
 
     Args:
         counts: `[V]` occurrences.
-        required_ids: tokens to keep in any case, such as special tokens.
+        required_ids: tokens that are always kept, such as special tokens.
 
     Returns:
-        `size` ids, ascending. Among equally frequent tokens lower ids win.
+        `size` ids, ascending. Among equally frequent tokens, lower ids win.
     """
     required_ids = sorted(set(required_ids))
     if not max(len(required_ids), 1) <= size <= len(counts):
@@ -128,7 +128,7 @@ def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str
 
 
 def load_vocabulary(path) -> tuple[int, ...]:
-    """Reads a file of `mtpjax vocabulary`, for `DecodeConfig(draft_vocabulary=...)`."""
+    """Reads a file that `mtpjax vocabulary` wrote, for `DecodeConfig(draft_vocabulary=...)`."""
     path = pathlib.Path(path)
     try:
         content = read_json_file(path, max_bytes=MAX_FILE_BYTES)
@@ -147,7 +147,7 @@ def load_vocabulary(path) -> tuple[int, ...]:
 
 
 def _text_pieces(file: pathlib.Path) -> Iterator[str]:
-    """Yields the texts of a file, cut after line ends into pieces of at least `PIECE_CHARACTERS` characters."""
+    """Yields a file's texts, cut after line ends into pieces of at least `PIECE_CHARACTERS` characters."""
     for text in _texts(file):
         # Cut after a line end, where few tokens would span the cut.
         begin = 0

@@ -9,20 +9,20 @@ from typing import Any
 
 TRUSTED_ROLES = ("system", "developer", "assistant")
 _COUNTER_DIGITS = 8
-_PREFIX = re.compile(r"(?=(9[0-7]{9}))")  # of marks; also where several overlap
+_PREFIX = re.compile(r"(?=(9[0-7]{9}))")  # prefixes of marks, including overlapping ones
 
 Spans = list[tuple[int, int]]  # start and end of parts of a text, ascending
 
 
 @dataclasses.dataclass(frozen=True)
 class RenderedChat:
-    """A conversation that a chat template has written.
+    """A conversation rendered by a chat template.
 
     Attributes:
         text: the text.
-        hidden: start and end of the parts whose special tokens are only text, since a user or a tool wrote them.
-        generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes; None:
-            the template has none, or they were not requested.
+        hidden: start and end of the parts whose special tokens are plain text, because a user or a tool wrote them.
+        generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes; None if
+            the template has no such blocks, or they were not requested.
     """
 
     text: str
@@ -32,7 +32,7 @@ class RenderedChat:
     def pieces(self, start: int = 0) -> list[tuple[int, str, bool]]:
         """Cuts the text at the boundaries of hidden parts.
 
-        Returns the index of each piece's first character, the piece, and whether its special tokens are only text.
+        Returns the index of each piece's first character, the piece, and whether its special tokens are plain text.
         """
         pieces = []
         for begin, end in [*self.hidden, (len(self.text), len(self.text))]:
@@ -44,16 +44,17 @@ class RenderedChat:
 
 
 class HiddenText:
-    """Special tokens in the text of users, tools and tool calls, replaced by marks while a chat template runs.
+    """Replaces special tokens in text from users, tools and tool calls with marks while a chat template runs.
 
     A mark is a number. A template that trims, changes case or writes JSON does not change it, and it is valid in a JSON
     string.
 
     Args:
         names: the special tokens.
-        given: the values that will be hidden, which have a JSON form.
+        given: the JSON values in which special tokens will be replaced.
         template: the chat template.
-        keep_length: a mark is the special token with one character changed, for templates that count or cut characters.
+        keep_length: use the special token with one character changed as its mark, for templates that count or cut
+            characters.
     """
 
     def __init__(self, names: Sequence[str], given: Any, template: str, *, keep_length: bool = False):
@@ -70,12 +71,12 @@ class HiddenText:
         No suffix of it is also a prefix of it, so digits next to a mark cannot be mistaken for one.
         """
         everything = json.dumps(self._given, ensure_ascii=False, default=str) + self._template
-        # A client may write many of them: find all in one pass.
+        # A client may write many such numbers: find all in one pass.
         taken = set(_PREFIX.findall(everything))
         return next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in taken)
 
     def hide(self, messages: list[dict[str, Any]], *, keep_ending: str | None = None) -> list[dict[str, Any]]:
-        """Replaces special tokens in messages, except those of trusted roles, and in all tool calls."""
+        """Replaces special tokens in messages with untrusted roles, and in all tool calls."""
         hidden = []
         for message in messages:
             if message.get("role") not in TRUSTED_ROLES:
@@ -90,7 +91,7 @@ class HiddenText:
         return hidden
 
     def endings(self, messages: list[dict[str, Any]]) -> list[str]:
-        """Returns the special tokens, each once, that end the text of a message whose role is not trusted."""
+        """Returns the distinct special tokens that end the text of a message with an untrusted role."""
         foreign = [message for message in messages if message.get("role") not in TRUSTED_ROLES]
         return sorted({self._ending(message.get("content")) for message in foreign} - {""})
 
@@ -111,12 +112,12 @@ class HiddenText:
             plain: the conversation, rendered without hiding anything.
 
         Returns:
-            Where `plain` has the hidden text, possibly as part of a JSON string. None: the template wrote the
-            conversation differently, because it looks at the hidden text.
+            The spans of the hidden text in `plain`, where it may be part of a JSON string. None if the template wrote
+            the conversation differently because it depends on the hidden text.
         """
         spans, place = [], 0
         for number, part in enumerate(self._split(marked)):
-            # Texts and marks take turns.
+            # Texts and marks alternate.
             if number % 2:
                 name = self.texts[int(part)]
                 forms = (name, json.dumps(name, ensure_ascii=False)[1:-1], json.dumps(name)[1:-1])
@@ -134,7 +135,7 @@ class HiddenText:
         return spans if place == len(plain) else None
 
     def find_alike(self, marked: str, plain: str) -> Spans | None:
-        """Finds the hidden text, as `find` does, by the characters that marks of `keep_length` change."""
+        """Finds the hidden text, as `find` does, by the characters that `keep_length` marks change."""
         pairs = {(a, b) for name in self.texts for a, b in zip(name, self._alike(name), strict=True)}
         pairs |= {(a.lower(), b) for a, b in pairs} | {(a.upper(), b) for a, b in pairs}
         is_alike = len(marked) == len(plain) and all(self._alike(name) != name for name in self.texts)
@@ -143,7 +144,7 @@ class HiddenText:
         return [each.span() for each in self._special.finditer(plain) if marked[slice(*each.span())] != each[0]]
 
     def restore(self, marked: str) -> tuple[str, Spans]:
-        """Returns a rendered conversation with the hidden text in place of the marks, and where it is."""
+        """Returns a rendered conversation with the hidden text in place of the marks, and the spans of that text."""
         pieces, spans, place = [], [], 0
         for number, part in enumerate(self._split(marked)):
             piece = self.texts[int(part)] if number % 2 else part

@@ -1,16 +1,17 @@
-"""Decodes one token at a time: the texts of all steps join to exactly the text of all tokens.
+"""Decodes one token at a time, so that the concatenated texts of all steps equal the text of all tokens.
 
-A decoder of the tokenizers package is a chain of stages from a list of pieces to a list of pieces, whose join is the
-text. Each stage here takes one piece at a time and returns the pieces that later ones cannot change:
+A decoder of the tokenizers package is a chain of stages. Each maps a list of pieces to a list of pieces, and the text
+is the concatenation of the last list. A stage here takes one piece at a time, and returns the pieces that later input
+cannot change:
 
-    ByteLevel (GPT-2)            bytes of all tokens are one UTF-8 text: half characters wait for their other bytes
-    ByteFallback (SentencePiece) bytes of neighbours like <0xE5> are one character or more, or each is U+FFFD: a run of
-                                 such tokens waits for its end
-    Metaspace, WordPiece         the first token differs from the others; a tokenizer without a decoder joins by spaces
+    ByteLevel (GPT-2)            the bytes of all tokens are one UTF-8 text: incomplete characters wait for more bytes
+    ByteFallback (SentencePiece) adjacent byte tokens such as <0xE5> are whole characters together, or each is U+FFFD: a
+                                 run of such tokens waits for its end
+    Metaspace, WordPiece         the first token differs from the others; tokenizers without a decoder join with spaces
     BPEDecoder                   the last token differs: one token waits
-    CTC                          a token that equals the one before is dropped
-    Fuse, ByteLevel              make one piece of all: later stages then see parts of one piece
-    Strip after them             drops characters at the start, and holds back those that it may drop at the end
+    CTC                          a token that equals the previous one is dropped
+    Fuse, ByteLevel              join all pieces into one: later stages then see parts of one piece
+    Strip after a join           drops characters at the start, and holds back those that it may drop at the end
 
 An unknown stage holds back all text until the end, and then runs once over all of it.
 """
@@ -26,9 +27,9 @@ from typing import Any
 from mtpjax.byte_letters import BYTE_OF_LETTER
 from mtpjax.data.tokenizer_files import rust_errors
 
-CONTEXT_TOKENS = 16  # of a prompt; a token joins with its neighbours at most
+CONTEXT_TOKENS = 16  # last tokens of a prompt to read; a token affects only its neighbours
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust's from_str_radix allows the sign
-Piece = Any  # str; before the first stage with a state also the result of its function of one token: bytes, a pair
+Piece = Any  # str; the first stateful stage may also take bytes or a pair, which a function of one token returns
 
 
 class Stage:
@@ -67,7 +68,7 @@ class MapStage(Stage):
 
 
 class FirstTokenStage(Stage):
-    """Receives pairs: returns the first element for the first token, the second for all others."""
+    """Takes pairs: returns the first element for the first token, and the second for all others."""
 
     def __init__(self):
         self._index = 0
@@ -79,7 +80,7 @@ class FirstTokenStage(Stage):
 
 
 class LastTokenStage(Stage):
-    """Receives pairs: returns the second element for the last token, the first for all others."""
+    """Takes pairs: returns the second element for the last token, and the first for all others."""
 
     def __init__(self):
         self._held: tuple[str, str] | None = None
@@ -93,7 +94,7 @@ class LastTokenStage(Stage):
 
 
 class ChangedTokenStage(Stage):
-    """Receives pairs of token and text: drops tokens that equal the previous one, and tokens without text."""
+    """Takes pairs of token and text: drops tokens that equal the previous one, and tokens without text."""
 
     def __init__(self):
         self._before: str | None = None
@@ -115,14 +116,14 @@ class ByteFallbackStage(Stage):
 
     @property
     def has_whole_characters(self) -> bool:
-        """Returns whether the run's bytes are whole characters so far. Later bytes can still make it invalid."""
+        """True if the run's bytes so far are whole characters. Later bytes can still make the run invalid."""
         return bool(self._text) and not self._is_broken and not self._decoder.getstate()[0]
 
     def push(self, piece: str | bytes) -> Iterable[str]:
         if isinstance(piece, str):
             return (*self.finish(), piece) if self._num_bytes else (piece,)
         self._num_bytes += len(piece)
-        # Later bytes cannot repair a run, so its bytes are shown as invalid from then on. A valid run may still become
+        # Later bytes cannot repair an invalid run, so its bytes are returned at once. A valid run may still become
         # invalid.
         if self._is_broken:
             return ("\ufffd",)
@@ -145,7 +146,7 @@ class ByteFallbackStage(Stage):
 
 
 class StripStage(Stage):
-    """Drops up to `start` and `stop` times the character `content` at the two ends of a text that comes in parts."""
+    """Drops the character `content` from a text in parts: up to `start` times at its start, and `stop` at its end."""
 
     def __init__(self, content: str, start: int, stop: int):
         self._content, self._start, self._stop = content, start, stop
@@ -205,7 +206,7 @@ class IncrementalDecoder:
     Args:
         piece_of: returns a token's piece for the first stage; None if the token has no text.
         stages: new stages, in order, at least one.
-        prompt: tokens before the text, of which the last few affect its start. Their text is not returned, except a
+        prompt: tokens before the text; the last few affect its start. Their text is not returned, except for a
             character that starts in them and ends in the text.
     """
 
@@ -239,7 +240,7 @@ class IncrementalDecoder:
     def pending(self) -> str:
         """Returns the whole characters that would follow if the text ended here; "" if there are none.
 
-        Stop strings end a text at these: "\\n" is a byte token of Llama 2, and no other token need follow it.
+        Stop strings need these characters: "\\n" is a byte token in Llama 2, and no later token may follow it.
         """
         stages = (self._first, *self._others)
         is_held = isinstance(self._first, ByteFallbackStage) and self._first.has_whole_characters
@@ -255,7 +256,7 @@ class IncrementalDecoder:
     def _finish(self) -> str:
         pieces = list(self._first.finish())
         for stage in self._others:
-            # A stage takes the rest of the previous one, and then returns its own.
+            # A stage takes what the previous one held back, and then returns what it held back itself.
             pieces = [text for piece in pieces for text in stage.push(piece)]
             pieces += stage.finish()
         return "".join(pieces)
@@ -268,8 +269,8 @@ class TokenizerDecoder:
         tokenizer: a `tokenizers.Tokenizer`. Its vocabulary and decoder must not change.
 
     Attributes:
-        is_total: the package's own `decode` returns a text for every list of ids. It fails for texts that are shorter
-            than what a Strip stage drops at the end.
+        is_total: whether the package's `decode` works for every list of ids. It fails for texts that are shorter than
+            what a Strip stage drops at the end.
     """
 
     def __init__(self, tokenizer: Any):
@@ -287,7 +288,7 @@ class TokenizerDecoder:
     def _find_piece(self, token: int) -> Piece | None:
         with rust_errors("the tokenizer cannot decode this id"):
             piece = self._tokenizer.id_to_token(int(token))
-            # Special tokens have no text, and neither has a token of the vocabulary with the same name.
+            # Special tokens have no text, nor does a vocabulary token with the same name.
             if piece is None or piece in self._special:
                 return None
             for function in self._functions:
@@ -296,7 +297,7 @@ class TokenizerDecoder:
 
 
 def _compile(steps: list[dict[str, Any]] | None) -> tuple[list[Callable], list[Callable[[], Stage]]]:
-    """Returns the functions of a token before the first stage with a state, and makers of that and later stages."""
+    """Returns the functions that apply to each token first, and factories of the stages from the first stateful one."""
     if steps is None:
         return [lambda piece: (piece, " " + piece)], [FirstTokenStage]
     functions: list[Callable[[Any], Any]] = []
@@ -330,7 +331,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
         return _byte_of_name, ByteFallbackStage
     if kind == "Strip":
         return (lambda piece: "".join(StripStage(step["content"], step["start"], step["stop"]).push(piece))), None
-    # The decoder of the package, applied to one token, gives its piece.
+    # Apply the package's decoder to one token to get its piece.
     decoder = _rust_decoder(step)
     if kind == "Replace":
         return (lambda piece: decoder.decode([piece])), None
@@ -344,7 +345,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
 
 
 def _fused_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], Stage] | None] | None:
-    """Returns the same for a step after the pieces were joined, which receives one piece in parts."""
+    """Returns the same as `_token_stage` for a step after a join, which receives one piece in parts."""
     kind = step["type"]
     if kind == "Fuse":
         return None, None
@@ -371,7 +372,7 @@ def _rust_decoder(step: dict[str, Any]) -> Any:
 
 
 def _byte_of_name(piece: str) -> str | bytes:
-    """Returns the byte of a token such as <0xE5>; other tokens unchanged."""
+    """Returns the byte for a token such as <0xE5>, and other tokens unchanged."""
     found = _BYTE_TOKEN.fullmatch(piece)
     return bytes([int(found[1], 16)]) if found else piece
 

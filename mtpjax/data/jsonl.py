@@ -12,11 +12,12 @@ from mtpjax.safe_open import open_regular, parse_json
 
 
 class SkippedRecordError(ValueError):
-    """A record that cannot be used. Readers of data sets skip and count it; readers of prompts raise an error.
+    """A record that cannot be used. Data set readers skip and count it; prompt readers raise an error.
+
+    The message continues a sentence that starts with the record's location, such as "is not UTF-8 text".
 
     Attributes:
-        reason: the reason that it is counted under. The message continues a sentence that starts with the record's
-            place, such as "is not UTF-8 text".
+        reason: the category under which the record is counted.
     """
 
     def __init__(self, reason: str, message: str):
@@ -27,7 +28,7 @@ class SkippedRecordError(ValueError):
 def read_raw_records(path: pathlib.Path, *, by_line: bool) -> Generator[tuple[str, bytes], None, tuple[int, str]]:
     """Reads a whole file, or its lines that are not blank.
 
-    Yields the place, "FILE" or "FILE line N", and the bytes. Returns the size in bytes and the digest.
+    Yields the location, "FILE" or "FILE line N", and the bytes. Returns the size in bytes and the digest.
     """
     # The digest covers the bytes that the caller reads, so it needs no second pass over the file.
     digest, size = hashlib.sha256(), 0
@@ -43,7 +44,7 @@ def read_raw_records(path: pathlib.Path, *, by_line: bool) -> Generator[tuple[st
 
 
 def decode_utf8(content: bytes) -> str:
-    """Decodes UTF-8. Raises `SkippedRecordError`, as "corrupt"."""
+    """Decodes UTF-8. Raises `SkippedRecordError` with reason "corrupt"."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -54,8 +55,8 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     """Parses a line of JSONL.
 
     Raises:
-        SkippedRecordError: as "corrupt", if the line is not UTF-8, contains NUL or lone surrogates, or is not a JSON
-            object.
+        SkippedRecordError: the line is not UTF-8, contains NUL or lone surrogates, or is not a JSON object. The reason
+            is "corrupt".
     """
     text = decode_utf8(content)
     if "\0" in text:
@@ -74,7 +75,7 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
 def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Reads the objects of a JSONL file in which every line must be usable.
 
-    Yields `("FILE line N", object)` of each line that is not blank.
+    Yields `("FILE line N", object)` for each line that is not blank.
     """
     for place, line in read_raw_records(path, by_line=True):
         try:

@@ -1,4 +1,4 @@
-"""JSONL files that a run appends to and the next run continues; `regenerate`, `ablate` and `train` use this writer.
+"""Appends to JSONL files that a later run can continue; `regenerate`, `ablate` and `train` use this writer.
 
 A process can be killed at any byte. A record counts only once its line ends in a newline, so readers stop before an
 incomplete last line, and `JsonlWriter` cuts it off before it appends.
@@ -22,10 +22,10 @@ def read_resumable_records(
 
     Args:
         path: the file; a missing file has no records.
-        skip_damaged: leave damaged lines out instead of raising an error.
+        skip_damaged: skip damaged lines instead of raising an error.
 
     Yields:
-        `(end, record)`: the byte offset after the record's line, and the record. An incomplete last line is left out.
+        `(end, record)`: the byte offset after the record's line, and the record. An incomplete last line is skipped.
     """
     try:
         file = open_regular(path)
@@ -50,7 +50,7 @@ def read_resumable_records(
 
 
 class JsonlWriter:
-    """Appends records to a JSONL file that belongs to this process while it is open. Use it as a context manager.
+    """Appends records to a JSONL file, which it locks while it is open. Use it as a context manager.
 
     Attributes:
         path: the file.
@@ -61,14 +61,14 @@ class JsonlWriter:
         """Opens the file at its end; creates a missing file.
 
         Args:
-            path: the file; its folder exists.
+            path: the file; its folder must exist.
         """
         self.path, self._sync, self._allow_nan = pathlib.Path(path), sync, allow_nan
         # Opening a named pipe would wait for its reader.
         if self.path.exists() and not self.path.is_file():
             raise ValueError(f"{self.path} is not a regular file: not written")
         self._file = self.path.open("ab")
-        # The system releases the lock when the process ends, in any way.
+        # The system releases the lock however the process ends.
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -92,8 +92,9 @@ class JsonlWriter:
         """Reads the records of earlier processes, and cuts off an incomplete last line. Call it before `append`.
 
         Args:
-            is_kept: the first record for which this is false is cut off, with everything after it; by default none.
-            skip_damaged: leave damaged lines out instead of raising an error.
+            is_kept: the first record for which this is false is cut off, with everything after it; by default, all
+                records are kept.
+            skip_damaged: skip damaged lines instead of raising an error.
         """
         records, size = [], 0
         for end, record in read_resumable_records(self.path, required=required, skip_damaged=skip_damaged):
@@ -111,8 +112,8 @@ class JsonlWriter:
         self.size = size
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> bytes:
-        """Appends records, a line each."""
-        # Encode every record first, so that one without a JSON form leaves the file unchanged.
+        """Appends records, one per line."""
+        # Encode every record first, so that one that cannot be encoded leaves the file unchanged.
         lines = [json.dumps(record, ensure_ascii=False, allow_nan=self._allow_nan) + "\n" for record in records]
         content = "".join(lines).encode()
         self._file.write(content)

@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Document:
-    """One file, or one record of a file.
+    """One file, or one record in a file.
 
     Attributes:
-        name: file of the document, with the line or item of a record.
+        name: the document's file, with the line or item if it is a record.
         tokens: `[n]` uint8 or int32, without the end token that packing adds.
-        loss_mask: `[n + 1]` bool, true where a token is a target, the last entry for the end token; None: all are
-            targets.
+        loss_mask: `[n + 1]` bool, true where a token is a target; the last entry is for the end token. None: all tokens
+            are targets.
         category: the group under which evaluations report it.
-        origin: digest of the record of which it is a part; "" for a whole record.
+        origin: digest of the record that it is part of; "" for a whole record.
 
     Example:
         >>> import numpy as np
@@ -41,7 +41,7 @@ class Document:
 
 
 class Batch(NamedTuple):
-    """Packed rows of documents for an update.
+    """Packed rows of documents for one update.
 
     Attributes:
         tokens: `[B, T]` int32.
@@ -61,12 +61,12 @@ class Batch(NamedTuple):
 
 
 def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[Document], list[Document]]:
-    """Splits documents into training and held-out ones.
+    """Splits documents into training and held-out documents.
 
     Only the sha256 of a document's content decides its side: paths, order and other documents have no effect, and
     copies of a file, or parts of one record, get the same side. If that leaves a side empty, as with few texts, the
-    last part of the longest text is held out; in bytes this part starts at the start of a line. Of conversations, which
-    cannot be cut, the one with the lowest digest is held out.
+    last part of the longest text is held out; for byte tokens, this part begins at a line start. Conversations cannot
+    be cut, so the conversation with the lowest digest is held out.
 
     Returns `(train, held_out)`.
     """
@@ -77,7 +77,7 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     train, held_out = _divide(numbered, fraction * 2**64)
     if (train and held_out) or not documents or fraction in (0, 1):
         return train, held_out
-    # One side is empty. Copies of the cut text are cut like it, so that its end is never trained on.
+    # One side is empty. Copies of the cut text are cut in the same place, so that its end is never trained on.
     cut_number, longest = max(numbered, key=lambda each: len(each[1].tokens))
     if longest.loss_mask is not None:
         return _divide(numbered, min(number for number, _ in numbered) + 1)
@@ -91,7 +91,7 @@ def _divide(numbered: Sequence[tuple[int, Document]], limit: float) -> tuple[lis
 
 
 def _digest(document: Document) -> bytes:
-    """Returns the digest that decides a document's side: of its tokens, or of the record that it is a part of."""
+    """Returns the digest that decides a document's side, of its tokens or of the record that it is part of."""
     return hashlib.sha256(document.origin.encode() or np.ascontiguousarray(document.tokens).data).digest()
 
 
@@ -100,7 +100,7 @@ def _split_text(document: Document, fraction: float) -> tuple[list[Document], li
     tokens = document.tokens
     cut = len(tokens) - max(1, round(len(tokens) * fraction))
     if tokens.dtype == np.uint8:
-        # Cut at the start of a line, or at least of a character: bytes 0x80 to 0xBF continue one.
+        # Cut at the start of a line, or else of a character: bytes 0x80 to 0xBF continue a character.
         line_starts = np.flatnonzero(tokens[cut:-1] == _NEWLINE) + cut + 1
         character_starts = np.flatnonzero((tokens[cut:] & 0xC0) != 0x80) + cut
         cut = int(next(iter([*line_starts[:1], *character_starts[:1]]), cut))
@@ -115,9 +115,9 @@ def pack(
 
     A row starts every `row_length` tokens and is `row_length + extra_tokens` long. Its last `extra_tokens` are the
     first tokens of the next row, where they are not targets again. So every token is a target exactly once, and from
-    the second row on each target has at least `extra_tokens` tokens before it. With `D + 1` extra tokens no target of
-    the depths 0..D is lost at the end of a row, with D one target of depth D. With 0 each later row loses its first k +
-    1 targets at depth k (DeepSeek-V3's window, 2412.19437, figure 3).
+    the second row on, each target has at least `extra_tokens` tokens before it. With `D + 1` extra tokens, no target of
+    depths 0..D is lost at the end of a row; with D, one target of depth D is lost. With 0, each later row loses its
+    first k + 1 targets at depth k (DeepSeek-V3's window, 2412.19437, figure 3).
 
     A document that continues in the next row is that row's segment 1. The end of the last row is padding: segment 0,
     `eos_token_id`, no loss. Empty documents are skipped.
@@ -125,7 +125,7 @@ def pack(
     Args:
         documents: the documents.
         row_length: tokens between the starts of two rows.
-        seed: seed of the order of the documents.
+        seed: random seed for the order of the documents.
         eos_token_id: ends each document.
         extra_tokens: tokens by which a row overlaps the next one.
 
@@ -134,7 +134,7 @@ def pack(
 
     Raises:
         ValueError: a length is out of range, there are no tokens, a loss mask has the wrong length, or a document
-            contains `eos_token_id` (only documents with a loss mask may, as conversations have it after each answer).
+            contains `eos_token_id` (only documents with a loss mask may: conversations have it after each answer).
 
     Example:
         >>> import numpy as np
@@ -158,8 +158,8 @@ def pack(
     num_tokens = int(lengths.sum())
     num_rows = max(1, -(-(num_tokens - extra_tokens) // row_length))
 
-    # One stream of all documents and end tokens, with a target flag and an owning document per token; the owner of
-    # padding is -1.
+    # Make one stream of all documents and end tokens, with a target flag and an owning document for each token; the
+    # owner of padding is -1.
     stream = np.full(num_rows * row_length + extra_tokens, eos_token_id, np.int32)
     np.concatenate([part for document in documents for part in (document.tokens, end)], out=stream[:num_tokens])
     is_target = np.zeros(len(stream), bool)
@@ -181,7 +181,7 @@ def pack(
 
 
 def count_targets(rows: Batch, num_depths: int) -> np.ndarray:
-    """Counts the targets of the trunk and of every depth, by the rule of `losses.depth_targets`.
+    """Counts the targets of the trunk and of every depth, by the same rule as `losses.depth_targets`.
 
     Returns `[1 + D]` counts.
     """
@@ -214,7 +214,7 @@ def shuffled_batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0)
     Args:
         rows: packed rows.
         batch_size: rows per batch.
-        seed: seed of the orders.
+        seed: random seed for the row orders.
         start: number of batches to skip.
 
     Returns:
@@ -258,27 +258,25 @@ def _row_numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> It
 def mixed_batches(
     source_rows: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
 ) -> Iterator[tuple[np.ndarray, Batch]]:
-    """Yields batches of the packed rows of several sources, in proportion to `weights`.
+    """Yields batches of packed rows from several sources, in proportion to `weights`.
 
-    The sources take turns, so every stretch of rows has their shares to within a row or two. A source whose rows are
-    used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends only on the
-    rows, weights, `seed` and n, and starting late costs no time. With one source it equals `shuffled_batches`; several
-    need grain, from the extra `train`.
+    The sources are interleaved, so every stretch of rows has their shares to within a row or two. A source whose rows
+    are used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends only on
+    the rows, weights, `seed` and n, and a late `start` costs no time. With one source, the batches equal those from
+    `shuffled_batches`; several sources need grain, from the `train` extra.
 
-    Returns an iterator of the numbers `[batch_size]` of the rows within `concatenate_rows(source_rows)`, and the batch
-    `[batch_size, T]`.
+    Returns an iterator of `(indices, batch)`: the rows' indices `[batch_size]` in `concatenate_rows(source_rows)`, and
+    the batch `[batch_size, T]`.
     """
     if len(source_rows) != len(weights) or not source_rows:
         raise ValueError(f"there are {len(source_rows)} sources and {len(weights)} weights")
     if not all(0 < weight < np.inf for weight in weights):
         raise ValueError(f"weights must be positive, not {', '.join(map(str, weights))}")
-    rows = concatenate_rows(source_rows)
-    if len(source_rows) == 1:
-        stream = _row_numbers(len(rows.tokens), batch_size, seed=seed, start=start)
+    rows, sizes = concatenate_rows(source_rows), [len(part.tokens) for part in source_rows]
+    if len(sizes) == 1:
+        stream = _row_numbers(sizes[0], batch_size, seed=seed, start=start)
     else:
-        stream = _mixed_row_numbers(
-            [len(part.tokens) for part in source_rows], weights, batch_size, seed=seed, start=start
-        )
+        stream = _mixed_row_numbers(sizes, weights, batch_size, seed=seed, start=start)
     return ((numbers, select_rows(rows, numbers)) for numbers in stream)
 
 
@@ -292,8 +290,8 @@ def _mixed_row_numbers(
     except ImportError as error:
         raise UsageError(f"grain, which mixes several sources, is missing: {install_extra('train')}") from error
     ends = np.cumsum(sizes).tolist()
-    # Each source is a range of row numbers, shuffled again at every repetition. Separate seeds give sources of one size
-    # different orders. grain computes any element directly, so `start` skips nothing.
+    # Each source is a range of row indices, shuffled again at every repetition. Separate seeds give sources of equal
+    # size different orders. grain computes any element directly, so a late `start` needs no skipping.
     seeds = np.random.SeedSequence(seed).generate_state(len(sizes)).tolist()
     numbers = [
         grain.MapDataset.range(begin, end).shuffle(seed=source_seed).repeat()
@@ -306,19 +304,19 @@ def _mixed_row_numbers(
 def draw_prompts(
     documents: Sequence[Document], count: int, *, length: int, seed: int, num_after: int | None = None
 ) -> list[tuple[list[int], str]]:
-    """Draws prompts from documents, with their category. Categories take turns, and so do a category's documents.
+    """Draws prompts, with their categories, from each category in turn and from each of its documents in turn.
 
-    A prompt of bytes starts at the start of a line, a prompt of a conversation ends where an answer starts, and a
-    prompt of other tokens can be anywhere. If `num_after` is None, a document without such a place gives a prompt that
-    ends in its middle. Copies of a document count once per category, and no place is used twice.
+    A prompt of byte tokens begins at a line start, a prompt from a conversation ends where an answer starts, and a
+    prompt of other tokens can be anywhere. If `num_after` is None, a document without such a position gives a prompt
+    that ends in its middle. Copies of a document count once per category, and no position is used twice.
 
     Args:
         count: maximum number of prompts.
-        length: maximum number of tokens of a prompt.
-        num_after: tokens that must follow the prompt in its document; None: 0.
+        length: maximum number of tokens in a prompt.
+        num_after: number of tokens that must follow the prompt in its document; None means 0.
     """
     rng = np.random.default_rng(seed)
-    # Shuffle the documents, and the possible places within each.
+    # Shuffle the documents, and the possible positions within each.
     distinct = list({(each.category, each.tokens.tobytes()): each for each in documents if len(each.tokens)}.values())
     prompts: dict[str, list[list]] = {}  # category -> prompts of each document
     for index in rng.permutation(len(distinct)):
@@ -359,15 +357,15 @@ def held_out_prompts(
     seed: int,
     min_count: int | None = None,
 ) -> list[list[int]]:
-    """Draws prompts of bytes as `draw_prompts` does, each with its continuation in the document.
+    """Draws prompts of byte tokens as `draw_prompts` does, each with a continuation in its document.
 
     Args:
-        continuation_length: tokens that must follow the prompt in its document.
-        min_count: minimum number of prompts; None: `count`.
+        continuation_length: number of tokens that must follow the prompt in its document.
+        min_count: minimum number of prompts; by default `count`.
     """
     if min(count, prompt_length) < 1 or continuation_length < 0:
         raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")
-    # Without categories and loss masks: every line start is a place, and copies of any kind count as one.
+    # Drop categories and loss masks, so that every line start is a possible position and all copies count as one.
     distinct = {each.tokens.tobytes(): Document("", each.tokens.astype(np.uint8)) for each in documents}
     prompts = draw_prompts(
         list(distinct.values()), count, length=prompt_length, seed=seed, num_after=continuation_length
@@ -384,7 +382,7 @@ def held_out_prompts(
 def _loss_mask(document: Document, eos_token_id: int) -> np.ndarray:
     """Returns which tokens of a document and its end token are targets, `[n + 1]`. Raises ValueError, see `pack`."""
     if document.loss_mask is None:
-        # Without a mask an end token inside would split the document where text continues.
+        # Without a mask, an end token inside the document would split it where the text continues.
         if (document.tokens == eos_token_id).any():
             raise ValueError(f"document {document.name} holds the end token {eos_token_id}")
         return np.ones(len(document.tokens) + 1, bool)

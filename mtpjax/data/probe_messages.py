@@ -1,10 +1,10 @@
-"""Builds the messages with which `mtpjax.data.chat_template` finds out what a chat template reads."""
+"""Builds the probe messages with which `mtpjax.data.chat_template` finds out what a chat template reads."""
 
 import json
 from typing import Any
 
-MAX_PERIOD = 6  # messages of a repeated turn, such as question, call, result, answer
-MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
+MAX_PERIOD = 6  # maximum number of messages in a repeated turn, such as question, call, result, answer
+MAX_CALLS = MAX_PARTS = 2  # maximum number of calls, and of content parts, in a probe message
 CALL_ID = "probecall"  # Mistral's templates require nine characters
 
 
@@ -56,7 +56,7 @@ def message_shape(message: dict[str, Any]) -> str:
 
 
 def without_repetitions(shapes: list[str]) -> list[int]:
-    """Returns the indices of the messages without those of a turn that repeats more than twice in a row."""
+    """Returns the message indices, keeping only two copies of a turn that repeats in a row."""
     kept: list[int] = []
     names: list[str] = []
     for index, shape in enumerate(shapes):

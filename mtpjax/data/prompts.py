@@ -1,4 +1,4 @@
-"""Reads prompts from files: JSONL of Spec-Bench, GSM8K and similar, and plain text."""
+"""Reads prompts from JSONL files, such as those of Spec-Bench and GSM8K, and from plain text."""
 
 import dataclasses
 import pathlib
@@ -28,11 +28,11 @@ class Prompt:
 
 
 def read_prompts(path, *, max_characters: int = 2000) -> list[Prompt]:
-    """Reads the prompts of a file.
+    """Reads the prompts in a file.
 
-    A `.jsonl` file has a JSON object in each line. Its text is the first of `turns` (Spec-Bench), or `prompt`, `text`
-    or `question` (GSM8K). Category and id come from the object, else from the file's name and the line number. Any
-    other file is plain text: its prompts are its paragraphs, or its lines if no line is blank.
+    A `.jsonl` file has one JSON object per line. The object's text is the first of its `turns` (Spec-Bench), or its
+    `prompt`, `text` or `question` (GSM8K). Category and id come from the object, or else from the file's name and the
+    line number. Any other file is plain text: its prompts are its paragraphs, or its lines if no line is blank.
     """
     path = pathlib.Path(path)
     if path.suffix == ".jsonl":
@@ -66,14 +66,14 @@ def read_text(path) -> str:
 def choose_prompts(
     prompts: Sequence[Prompt], count: int, *, categories: Iterable[str] = (), seed: int = 0
 ) -> list[Prompt]:
-    """Draws prompts evenly over the categories, which take turns.
+    """Draws prompts evenly, from each category in turn.
 
     The choice within a category depends only on its prompts and `seed`, and a larger `count` includes the choice of a
     smaller one.
 
     Args:
-        count: number of prompts; fewer if there are fewer.
-        categories: categories to draw from; empty: all.
+        count: number of prompts; all prompts if there are fewer.
+        categories: categories to draw from; by default all.
     """
     if count < 1:
         raise ValueError(f"the number of prompts must be at least 1, not {count}")
@@ -85,7 +85,7 @@ def choose_prompts(
     for category in selected:
         if category not in by_category:
             raise ValueError(f"there are no prompts of category '{category}', only of {', '.join(by_category)}")
-    # Shuffle each category by a separate seed.
+    # Shuffle each category with a separate seed.
     groups = []
     for category in selected:
         order = np.random.default_rng([seed, zlib.crc32(category.encode())]).permutation(len(by_category[category]))
@@ -96,7 +96,7 @@ def choose_prompts(
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_tokens: int, chat: bool = False
 ) -> tuple[list[list[int]], int]:
-    """Encodes prompts and cuts long ones.
+    """Encodes prompts, and cuts long prompts to `max_tokens`.
 
     Returns the tokens of each prompt, and the number of prompts that were cut.
     """
@@ -117,7 +117,7 @@ def encode_prompts(
 
 
 def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | None = None) -> int:
-    """Returns the maximum number of tokens of a prompt.
+    """Returns the maximum number of tokens in a prompt.
 
     Args:
         requested: the requested limit, or None.
@@ -134,7 +134,8 @@ def read_turns(record: dict[str, Any]) -> Iterator[str]:
     """Yields all turns of a Spec-Bench record, or the text of any other record; at least one.
 
     Raises:
-        SkippedRecordError: as "corrupt" or "empty", at the first turn that is not a text.
+        SkippedRecordError: a turn is not text or is empty; raised when that turn is reached, with reason "corrupt" or
+            "empty".
     """
     key = next((key for key in ("turns", *TEXT_KEYS) if key in record), None)
     if key is None:
@@ -151,7 +152,7 @@ def read_turns(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _to_prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
-    """Converts a record into a prompt. Raises ValueError, naming the record's place."""
+    """Converts a record to a prompt. Raises `ValueError` with the record's location."""
     try:
         text, category = next(read_turns(record)), record.get("category", stem)
         if not isinstance(category, str):

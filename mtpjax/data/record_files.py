@@ -1,4 +1,4 @@
-"""Reads the records of data files, by their suffix: JSONL, compressed JSONL, JSON lists, Parquet, whole texts."""
+"""Reads the records in data files, by file suffix: JSONL, compressed JSONL, JSON lists, Parquet, whole texts."""
 
 import gzip
 import hashlib
@@ -15,8 +15,8 @@ from mtpjax.safe_open import open_regular, parse_json
 
 FileDigest = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-MAX_LINE_BYTES = 64 << 20  # of compressed files, whose lines can be far longer than the file
-MAX_JSON_BYTES = 1 << 30  # of a `.json` list, which is parsed whole
+MAX_LINE_BYTES = 64 << 20  # for compressed files, whose lines can be far longer than the file
+MAX_JSON_BYTES = 1 << 30  # for a `.json` list, which is parsed whole
 
 
 def is_record_file(path: str | os.PathLike) -> bool:
@@ -27,14 +27,14 @@ def is_record_file(path: str | os.PathLike) -> bool:
 def read_file_records(
     paths: Sequence[pathlib.Path], *, by_line: bool | None = None, files: list[FileDigest] | None = None
 ) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
-    """Reads the records of files.
+    """Reads the records in files.
 
     Args:
-        by_line: read files of other suffixes as JSONL (True) or as whole texts (False); None: the suffix decides, and
-            files of other suffixes are texts. False also reads files of records as texts.
+        by_line: None: the suffix decides, and files with other suffixes are whole texts. True: files with other
+            suffixes are JSONL. False: all files are whole texts, record files too.
 
     Yields:
-        The place, such as "FILE line N", and a record: the bytes of a line or a text, or an object.
+        The location, such as "FILE line N", and a record: the bytes of a line or a text, or an object.
     """
     root = os.path.commonpath([path.parent for path in paths])
     for path in paths:
@@ -56,7 +56,7 @@ def as_object(content: bytes | dict[str, Any]) -> dict[str, Any]:
     """Returns a record as an object.
 
     Raises:
-        SkippedRecordError: it is a line that `parse_json_object` rejects.
+        SkippedRecordError: `parse_json_object` rejects the line.
     """
     return parse_json_object(content) if isinstance(content, bytes) else content
 
@@ -64,10 +64,9 @@ def as_object(content: bytes | dict[str, Any]) -> dict[str, Any]:
 def _read_gzip(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
     try:
         with open_regular(path) as raw, gzip.open(raw) as stream:
-            number = 0
-            # A line is read up to a limit, because a few compressed kilobytes can hold one of gigabytes.
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                number += 1
+            # Limit the length of a line, because a few compressed kilobytes can expand to a line of gigabytes.
+            lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 if len(line) > MAX_LINE_BYTES:
                     raise ValueError(f"{path} line {number} is longer than {MAX_LINE_BYTES} bytes")
                 if line.strip():
@@ -96,14 +95,12 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
         import pyarrow.parquet
     except ImportError as error:
         raise UsageError(f"{path}: pyarrow, which reads Parquet, is missing: {install_extra('parquet')}") from error
-    number = 0
     try:
         with open_regular(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
-            # Batches of few rows, so that memory does not grow with the size of the row groups' texts.
-            for batch in file.iter_batches(batch_size=256):
-                for record in batch.to_pylist():
-                    number += 1
-                    # A row has every column of the file; null ones are missing fields.
-                    yield f"{path} row {number}", {name: v for name, v in record.items() if v is not None}
+            # Read small batches, so that memory does not grow with the size of the row groups' texts.
+            records = (record for batch in file.iter_batches(batch_size=256) for record in batch.to_pylist())
+            for number, record in enumerate(records, start=1):
+                # A row has every column of the file; null columns are missing fields.
+                yield f"{path} row {number}", {name: v for name, v in record.items() if v is not None}
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a whole Parquet file: {printable(error, 200)}") from error

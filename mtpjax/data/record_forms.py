@@ -1,10 +1,10 @@
-"""Converts conversations from the forms of data sets to OpenAI's messages.
+"""Converts conversations from common data set formats to OpenAI messages.
 
 OpenAI     {"messages": [{"role": "user", "content": "…"}, …]}
 ShareGPT   {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}], "system": "…"}
 Alpaca     {"instruction": "…", "input": "…", "output": "…", "system": "…", "history": [["…", "…"], …]}
 
-Names and roles are those documented by LLaMA-Factory (data/README.md) and used by FastChat and Stanford Alpaca.
+Names and roles are as documented by LLaMA-Factory (data/README.md) and used by FastChat and Stanford Alpaca.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from mtpjax.messages import json_type_name
 from mtpjax.safe_open import parse_json
 
 ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")
-# `from` of ShareGPT -> role of OpenAI.
+# ShareGPT's `from` -> OpenAI's role.
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -31,7 +31,7 @@ SHAREGPT_ROLES = {
 
 
 def has_conversation(record: dict[str, Any]) -> bool:
-    """Returns whether a record has the fields of one of the forms, regardless of their values."""
+    """Returns whether a record has the fields of one of these formats, regardless of their values."""
     return "messages" in record or "conversations" in record or "instruction" in record
 
 
@@ -43,27 +43,27 @@ def without_conversation(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[str, Any]]:
-    """Reads the conversation of a record.
+    """Reads the conversation in a record.
 
-    A text under `system` is the first message, unless the conversation starts with one of that role.
+    A text in `system` becomes the first message, unless the conversation already starts with a system message.
 
     Returns:
-        Messages in OpenAI's form, without null fields. Those that `weight` 0 or `train` false leave out of training
+        OpenAI messages without null fields. Messages that are left out of training, by `weight` 0 or `train` false,
         have `weight` 0.
 
     Raises:
-        SkippedRecordError: as "corrupt"; the message names the field that is missing or wrong.
+        SkippedRecordError: a field is missing or wrong; the message names it. The reason is "corrupt".
     """
     if field not in record and field == "messages":
         if "conversations" in record:
             field = "conversations"
         elif "instruction" in record:
             return _from_alpaca(record)
-    # Arrow fills missing fields with nulls, which mean the same as no field.
+    # Arrow fills missing fields with nulls, so null means that the field is missing.
     messages = drop_nulls(record.get(field))
     if not isinstance(messages, list) or not messages:
         raise SkippedRecordError("corrupt", f"has no '{field}', a list of objects with a role each")
-    # The form of a list shows in its objects: ShareGPT's have `from`, OpenAI's `role`.
+    # The first object shows the format: ShareGPT's objects have `from`, OpenAI's have `role`.
     is_sharegpt = isinstance(messages[0], dict) and "from" in messages[0] and "role" not in messages[0]
     convert = _from_sharegpt if is_sharegpt else _from_openai
     messages = [convert(each, f"'{field}' item {number}") for number, each in enumerate(messages, start=1)]
@@ -75,7 +75,7 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
 def _from_openai(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise SkippedRecordError("corrupt", f"has no list of objects with a role each: {place} has no 'role'")
-    # Null with tool calls, and lists of parts, are also valid in OpenAI's form; the chat template handles them.
+    # Null with tool calls, and lists of parts, are also valid in OpenAI's format; the chat template handles them.
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
         raise SkippedRecordError("corrupt", f"{place}: 'content' is {json_type_name(content)}, not text")
@@ -85,7 +85,7 @@ def _from_openai(message: Any, place: str) -> dict[str, Any]:
 def _read_weight(message: dict[str, Any], place: str) -> dict[str, int]:
     """Returns `weight` 0 for a message that is left out of training, by OpenAI's `weight` or Axolotl's `train`."""
     weight, train = message.get("weight", 1), message.get("train", True)
-    # With a value of a different type, such as the text "0", a message that its author excluded would be trained on.
+    # Reject other types: with the text "0", for example, a message that its author excluded would be trained on.
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise SkippedRecordError("corrupt", f"{place}: 'weight' is {printable(repr(weight), 60)}, not 0 or 1")
     if not isinstance(train, bool):
@@ -109,7 +109,7 @@ def _from_sharegpt(message: Any, place: str) -> dict[str, Any]:
 
 
 def _parse_calls(text: str) -> list[dict[str, Any]]:
-    """Returns the tool calls of a text that is the JSON of one call or of a list; other text has none."""
+    """Returns the tool calls in a text that is the JSON of one call or of a list of calls; [] for other text."""
     try:
         value = parse_json(text)
     except (ValueError, RecursionError):

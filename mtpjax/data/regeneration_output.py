@@ -1,7 +1,7 @@
 """The output of a regeneration: a JSONL file that grows by whole windows of records, and its manifest.
 
-The manifest `NAME.about.json` holds the settings with which the file is written, the number of its complete bytes, and
-their digest. A run that was stopped continues from the manifest.
+The manifest `NAME.about.json` contains the settings with which the file is written, the number of complete bytes, and
+their digest. An interrupted run continues from the manifest.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Tally:
         tokens: decoded tokens.
         rounds: verification passes.
         accepted: accepted draft tokens.
-        seconds: time of reading, compiling and decoding.
+        seconds: time spent on reading, compiling and decoding.
     """
 
     read: int = 0
@@ -84,7 +84,7 @@ class RegenerationOutput:
 
     Attributes:
         settings: the settings as JSON values, so that they compare equal to stored ones.
-        kind: "chat" or "jsonl", how training reads the records.
+        kind: "chat" or "jsonl", the `Source.kind` with which training reads the records.
         digest: sha256 of the bytes written so far.
     """
 
@@ -96,21 +96,21 @@ class RegenerationOutput:
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Appends a window of records.
 
-        If a process is killed during the call, the next one cuts off the bytes that it leaves.
+        If the process is killed during the call, the next run cuts off the bytes that the manifest does not count.
         """
-        # The records are written before the manifest that counts them. `resume` cuts off uncounted ones.
+        # Write the records before the manifest that counts them. `resume` cuts off uncounted records.
         self.digest.update(self.writer.append(records))
         self.write_manifest()
 
     def write_manifest(self) -> None:
-        """Writes the manifest: the settings of the file, and the number of complete bytes."""
+        """Writes the manifest: the settings, the counts, and the number of complete bytes and their digest."""
         written = {"bytes": self.writer.size, "sha256": self.digest.hexdigest()}
         manifest = {"format": FORMAT, "source": {"path": self.path.name, "kind": self.kind}, "written": written}
         manifest |= {"tally": dataclasses.asdict(self.tally), "settings": self.settings}
         write_text(self.manifest_path, json.dumps(manifest, indent=1) + "\n")
 
     def resume(self) -> None:
-        """Continues from the manifest: reads the counts, and cuts off bytes written after it."""
+        """Continues from the manifest: reads the counts, and cuts off the bytes that were written after it."""
         # Read the manifest. Any failure means that it cannot be trusted.
         advice = f"remove it and {self.manifest_path.name}, or choose a different output"
         try:
@@ -119,7 +119,7 @@ class RegenerationOutput:
             size, digest = int(written["bytes"]), written["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.manifest_path} is damaged: {error}") from error
-        # Records of different settings must not mix. A file without records may still change its settings.
+        # Records made with different settings must not be mixed. While there are no records, settings may change.
         changed = [
             f"{name} was {printable(repr(before), 80)}, is {printable(repr(now), 80)}"
             for name in sorted({*stored_settings, *self.settings})
@@ -144,12 +144,12 @@ class RegenerationOutput:
 
 @contextlib.contextmanager
 def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[RegenerationOutput]:
-    """Opens the records at `path`: a new file, or one to continue where its last window ended."""
+    """Opens the records at `path`: a new file, or an existing one, to continue after its last window."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with JsonlWriter(path) as writer:
         output = RegenerationOutput(writer, settings, kind)
-        # With a manifest, continue; reject records without one; otherwise start a new file.
+        # Continue if there is a manifest; reject records without a manifest; otherwise start a new file.
         if output.manifest_path.exists():
             output.resume()
         elif writer.size:

@@ -1,4 +1,4 @@
-"""Tasks of a regeneration: texts to continue, and conversations to answer again."""
+"""The tasks of a regeneration: texts to continue, and conversations to answer again."""
 
 import abc
 import pathlib
@@ -21,9 +21,9 @@ class Task(abc.ABC):
     """A record to answer.
 
     Attributes:
-        prompt: tokens before the next answer; None when all answers are given.
+        prompt: tokens before the next answer; None once all answers are complete.
         finish_reasons: finish reasons of the answers so far.
-        is_truncated: the last answers did not fit.
+        is_truncated: whether the last answers were dropped because they did not fit.
     """
 
     prompt: list[int] | None = None
@@ -52,8 +52,8 @@ class Task(abc.ABC):
 def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
     """Finds the kind of records in files, by the same suffixes and fields as training.
 
-    Returns "documents" for files without records. For files of records the first readable one decides: "conversations"
-    if it has one (`mtpjax.data.record_forms.has_conversation`), else "prompts".
+    Returns "documents" for files that are whole texts. In record files, the first readable record decides:
+    "conversations" if it has a conversation (`mtpjax.data.record_forms.has_conversation`), else "prompts".
     """
     # Whole files and records cannot be mixed in one run.
     have_records = {is_record_file(path) for path in paths}
@@ -82,20 +82,21 @@ def make_task(
     """Makes the task of one record.
 
     Args:
-        prompt_tokens: keep this many tokens of a text as its prompt; None: all, or 64 of a document.
+        prompt_tokens: number of tokens of a text to keep as its prompt; None: all tokens, or 64 for a document.
 
     Raises:
         SkippedRecordError: the record has no usable text or conversation.
     """
-    if kind == "documents" and isinstance(content, bytes):
-        record = {"text": decode_utf8(content)}
-    else:
-        record = as_object(content)
+    is_text = kind == "documents"
+    record = {"text": decode_utf8(content)} if is_text and isinstance(content, bytes) else as_object(content)
     if kind == "conversations":
-        # The output has the conversation only in OpenAI's form, and the record's other fields.
-        messages, extra_fields = _checked_messages(record), without_conversation(record)
-        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
-    # Prompts keep their category and id. With `chat`, each turn becomes a user's message that the model answers.
+        messages = find_messages(record)
+        # Calls with weight 0 are part of the prompt.
+        if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
+            raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
+        # The output has the conversation only in OpenAI's format, and the record's other fields.
+        return ConversationTask(messages, tokenizer, max_prompt_tokens, without_conversation(record))
+    # Prompts keep their category and id. With `chat`, each turn becomes a user message that the model answers.
     extra_fields = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
     turns = list(read_turns(record))
     if chat:
@@ -132,7 +133,7 @@ class TextTask(Task):
 class ConversationTask(Task):
     """A conversation whose assistant messages are answered again, except those with `"weight": 0`.
 
-    A user's message at the end gets an answer too.
+    A user message at the end is answered too.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class ConversationTask(Task):
         self.prompt, num_answered = None, len(self.messages)
         while self.remaining:
             message = self.remaining.pop(0)
-            # Messages before the answer are kept as they are, including assistant messages of weight 0.
+            # Messages before the answer are kept unchanged, including assistant messages with weight 0.
             if message["role"] != "assistant" or message.get("weight") == 0:
                 self.messages.append(message)
                 continue
@@ -196,14 +197,6 @@ class ConversationTask(Task):
         return self.tokenizer.apply_chat_template(
             self.messages, add_generation_prompt=add_generation_prompt, **template_variables
         )
-
-
-def _checked_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = find_messages(record)
-    # Calls of weight 0 are part of the prompt.
-    if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
-        raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
-    return messages
 
 
 def _encode(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -32,10 +32,10 @@ class SourceContents:
         documents: the documents.
         skipped: number of skipped documents by reason.
         files: the files that were read.
-        last_skipped: place and problem of the last skipped document; "": none.
-        lost_answers: number of answers that cannot be located, in conversations with others that can.
-        last_lost: place and problem of the last of them; "": none.
-        left_out: the files of the folder that were not read, in words; "": none.
+        last_skipped: location and problem of the last skipped document, or "".
+        lost_answers: number of answers that could not be located, in conversations with at least one that could.
+        last_lost: location and problem of the last such answer, or "".
+        left_out: description of the files in the folder that were not read, or "".
     """
 
     documents: list[Document] = dataclasses.field(default_factory=list)
@@ -57,14 +57,14 @@ def end_token_id(tokenizer: Tokenizer) -> int:
 def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output: str | None = None) -> SourceContents:
     """Reads a source into documents, in the order of its files and lines.
 
-    Leaves out and counts files of a folder as `list_data_files` does. Skips and counts documents of three kinds:
-    `corrupt` (not UTF-8 or with NUL, not JSON, a missing field, a conversation that the chat template rejects or of
+    Leaves out and counts files in a folder as `list_data_files` does. Skips and counts three kinds of documents:
+    `corrupt` (not UTF-8 or with NUL, not JSON, a missing field, a conversation that the chat template rejects or in
     which no answer can be located, text that contains the end token), `empty` (also conversations without an answer),
-    and `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
-    Conversations may become several documents, see `encode_answers`; answers that cannot be located are counted.
+    and `vocabulary` (ids outside the vocabulary). Ignores blank lines in JSONL. A conversation may become several
+    documents (`encode_answers`); answers that cannot be located are counted.
     """
     end, contents = end_token_id(tokenizer), SourceContents()
-    # The place of a text is its file's name; records add line, item or row.
+    # A text's location is its file name; records add line, item or row.
     is_text = lambda place: source.kind == "text" or (source.kind == "auto" and place in texts)
     by_line = {"auto": None, "text": False}.get(source.kind, True)
     name = source.path or "the standard library"
@@ -94,7 +94,7 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
                 counts = ", ".join(f"{count} {reason}" for reason, count in contents.skipped.items() if count)
                 raise ValueError(
                     f"{name} has over {source.max_skipped} unusable documents ({counts}); the last: "
-                    f"{contents.last_skipped}; `pattern` chooses files, `max_skipped` of a source allows more"
+                    f"{contents.last_skipped}; select files with the source's `pattern`, or raise its `max_skipped`"
                 ) from error
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
@@ -104,10 +104,10 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
 def fingerprint(
     sources: Sequence[Source], contents: Sequence[SourceContents], tokenizer: Tokenizer, *, vocab_size: int
 ) -> str:
-    """Computes the digest of the data that a run reads; a resumed run compares it.
+    """Computes a digest of the data that a run reads, which a resumed run compares with its own.
 
-    It covers kind, field, weight and files (relative paths, sizes, contents) of each source in order, the tokenizer,
-    and the size of the vocabulary, which decides which documents are skipped. The folder's location does not count.
+    It covers the kind, field, weight and files (relative paths, sizes, contents) of each source in order, the
+    tokenizer, and the vocabulary size, which decides which documents are skipped. The folder's location has no effect.
     """
     # Digests of file contents are in `content.files`, taken while reading; here only their combination is hashed.
     parts = [
@@ -119,7 +119,7 @@ def fingerprint(
 
 
 def _kind_and_field(source: Source, content: SourceContents) -> dict[str, str]:
-    """Returns the kind and field for the fingerprint: files that are all texts are the same with "auto" and "text"."""
+    """Returns the kind and field for the fingerprint. Files that are all texts give the same with "auto" and "text"."""
     if source.kind == "auto" and not any(is_record_file(name) for name, _, _ in content.files):
         return {"kind": "text", "field": "text"}
     return {"kind": source.kind, "field": source.field}
@@ -128,9 +128,9 @@ def _kind_and_field(source: Source, content: SourceContents) -> dict[str, str]:
 def _encode_record(
     content: bytes | dict[str, Any], source: Source, tokenizer: Tokenizer, *, is_text: bool
 ) -> tuple[list[Encoded], str, list[str]]:
-    """Returns the documents of a record, its category or "", and the problem of each answer that is lost.
+    """Returns a record's documents, its category or "", and the problem of each answer that cannot be located.
 
-    Raises `SkippedRecordError` and TokenizerError.
+    Raises `SkippedRecordError` or `TokenizerError`.
     """
     if is_text and isinstance(content, bytes):
         text = decode_utf8(content).removeprefix("\ufeff")
@@ -141,14 +141,17 @@ def _encode_record(
     record = as_object(content)
     category = record.get("category")
     category = category if isinstance(category, str) else ""
-    # Without a kind, a list is a conversation, as are the fields of the known forms.
+    # With kind "auto", a list is a conversation, and so are the fields of the known formats.
     is_chat = source.kind == "chat"
     if source.kind == "auto":
         is_chat = isinstance(record.get(source.field), list) if source.field else has_conversation(record)
     if is_chat:
         messages = find_messages(record, source.field or "messages")
-        documents, problems = _encode_messages(messages, record, tokenizer)
-        return documents, category, problems
+        try:
+            documents, problems = encode_answers(messages, tokenizer, tools=record.get("tools"))
+        except (AnswerLocationError, ConversationError) as error:
+            raise SkippedRecordError("corrupt", f"is skipped: {error}") from error
+        return [_with_answers(*document) for document in documents], category, problems
     field = source.field or "text"
     text = record.get(field)
     if not isinstance(text, str):
@@ -174,16 +177,6 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     return np.array(tokens, np.int64)
 
 
-def _encode_messages(
-    messages: list[dict[str, Any]], record: dict[str, Any], tokenizer: Tokenizer
-) -> tuple[list[Encoded], list[str]]:
-    try:
-        documents, problems = encode_answers(messages, tokenizer, tools=record.get("tools"))
-    except (AnswerLocationError, ConversationError) as error:
-        raise SkippedRecordError("corrupt", f"is skipped: {error}") from error
-    return [_with_answers(*document) for document in documents], problems
-
-
 def _with_answers(tokens: list[int], is_target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not is_target.any():
         raise SkippedRecordError("empty", "contains no answer")
@@ -196,7 +189,7 @@ def _check_tokens(tokens: np.ndarray, vocab_size: int, end: int | None) -> np.nd
         raise SkippedRecordError("empty", "has no tokens")
     # An id outside the vocabulary would index the embedding outside its rows without an error.
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise SkippedRecordError("vocabulary", f"has an id outside the {vocab_size} of the vocabulary")
+        raise SkippedRecordError("vocabulary", f"has a token id outside the vocabulary of {vocab_size}")
     if end is not None and (tokens == end).any():
         raise SkippedRecordError("corrupt", f"holds the end token {end}")
     return tokens if tokens.dtype == np.uint8 else tokens.astype(np.int32)

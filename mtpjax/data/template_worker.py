@@ -1,9 +1,9 @@
-"""Renders chat templates in a separate process, under limits of time, memory and output.
+"""Renders chat templates in a separate process, with limits on time, memory and output.
 
 Templates come with checkpoints, which are untrusted. jinja2's sandbox keeps a template away from Python objects, but a
-single expression such as `'a' * 10**9` or `9**(9**9)` can still use all memory or never end, and a thread cannot be
-stopped. A separate process can, from any thread and on every Unix. It runs this file as a script, without JAX and
-without the package, so imports from the package are only for `TemplateWorker`, and not at the top.
+single expression such as `'a' * 10**9` or `9**(9**9)` can still use all memory or never end. A thread cannot be
+stopped, but a separate process can, from any thread and on every Unix. It runs this file as a script, without JAX or
+the mtpjax package, so only `TemplateWorker` imports from the package, and not at the top of the file.
 """
 
 import atexit
@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-MAX_SECONDS = 10  # for one conversation; the published templates need milliseconds
-ANSWER_SECONDS = 2  # additional time for the answer to arrive, and for a worker to start
-MAX_MEMORY = 512 << 20  # bytes of address space of the worker (macOS does not enforce this; time bounds it there)
+MAX_SECONDS = 10  # for one conversation; published templates need milliseconds
+ANSWER_SECONDS = 2  # additional time for a worker to start, and for its answer to arrive
+MAX_MEMORY = 512 << 20  # bytes of the worker's address space (macOS does not enforce this; there, time bounds it)
 MAX_OUTPUT_CHARACTERS = 16 << 20
 _COMPILED_TEMPLATES = 8
 
@@ -36,8 +36,8 @@ class Rendered(NamedTuple):
 
     Attributes:
         text: the text.
-        generation: start and end in `text` of each `{% generation %}` block, ascending. None: the template has no such
-            block, it was not requested, or the template changes the text of a block afterwards.
+        generation: start and end in `text` of each `{% generation %}` block, ascending. None if the template has no
+            such block, blocks were not requested, or the template changes the text of a block afterwards.
     """
 
     text: str
@@ -55,7 +55,7 @@ class TemplateWorker:
         self._compiled: dict[str, Any] | None = None  # templates, if this process renders itself
 
     def render_here(self) -> None:
-        """Renders in this process from now on. Call it only in a process that has limits of time and memory."""
+        """Renders in this process from now on. Call it only in a process that has limits on time and memory."""
         self._compiled = {}
 
     def render_all(
@@ -66,11 +66,11 @@ class TemplateWorker:
         date: datetime.datetime | None = None,
         with_generation: bool = False,
     ) -> list[Rendered | TemplateFailure]:
-        """Renders a template several times in one request, within one limit of time.
+        """Renders a template several times in one request, within one time limit.
 
         Args:
-            variable_sets: the variables of each rendering, which must have a JSON form.
-            date: the date for `strftime_now`; None: now.
+            variable_sets: the variables for each rendering, which must be JSON values.
+            date: the date for `strftime_now`; by default the current date.
         """
         from mtpjax.worker_process import WorkerEnded
 
@@ -83,7 +83,7 @@ class TemplateWorker:
             try:
                 answer = self._worker.ask([line], seconds)
             except WorkerEnded as ended:
-                # The process ends itself after MAX_SECONDS. One that does not was stopped: use a new one.
+                # The process ends itself after MAX_SECONDS. If it did not, it had been stopped: use a new one.
                 if ended.code is not None:
                     raise
                 answer = self._worker.ask([line], seconds)
@@ -101,7 +101,7 @@ class TemplateWorker:
         self._worker.close()
 
     def kill(self) -> None:
-        """Ends the process at once, even during a rendering, whose call then fails."""
+        """Kills the process at once. A rendering in progress fails."""
         self._worker.kill()
 
 
@@ -119,17 +119,17 @@ if __name__ != "__main__":
 
 def serve() -> None:
     """Serves requests, one JSON object per line, from standard input until it ends."""
-    # Ctrl-C reaches every process of the terminal; the caller decides when this one ends.
+    # Ctrl-C reaches every process in the terminal; the caller decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Import before the limits, so that a low limit cannot fail here.
+    # Import before setting the limits, so that a low limit cannot make the import fail.
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401
 
-    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
+    with contextlib.suppress(ValueError, OSError):  # the platform lacks this limit, or a lower one applies
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     compiled: dict[str, Any] = {}
     for line in sys.stdin.buffer:
-        # Without a handler the alarm ends the process, even inside one long computation of the interpreter.
+        # Without a handler, the alarm ends the process, even during one long computation in the interpreter.
         signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
         answer = json.dumps(_answer_all(json.loads(line), compiled)).encode() + b"\n"
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -138,7 +138,7 @@ def serve() -> None:
 
 
 def _answer_all(request: dict[str, Any], compiled: dict[str, Any]) -> list[dict[str, Any]]:
-    """Renders a request: for each rendering a dict with "text" and "generation", or with "error" and "is_template"."""
+    """Answers a request: for each rendering, a dict with "text" and "generation", or "error" and "is_template"."""
     template, date = request["template"], request["date"]
     try:
         if template not in compiled:
@@ -161,7 +161,7 @@ def _answer_all(request: dict[str, Any], compiled: dict[str, Any]) -> list[dict[
 
 
 def _answer(template: Any, variables: dict[str, Any], *, with_generation: bool) -> dict[str, Any]:
-    """Renders once, and a second time with a mark around each generation block, if there are any."""
+    """Renders once, and if there are generation blocks, a second time with a mark around each."""
     environment = template.environment
     environment.generation_mark = ""
     text = _render(template, variables)
@@ -174,7 +174,7 @@ def _answer(template: Any, variables: dict[str, Any], *, with_generation: bool) 
     pieces = _render(template, variables).split(mark)
     if "".join(pieces) != text or len(pieces) % 2 == 0:
         return {"text": text, "generation": None}
-    # The pieces with odd numbers are the blocks.
+    # The pieces at odd indices are the blocks.
     ends = [0]
     for piece in pieces:
         ends.append(ends[-1] + len(piece))

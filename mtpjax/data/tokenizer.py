@@ -1,4 +1,4 @@
-"""Tokenizers: bytes for small models, `tokenizer.json` and its chat template for published ones."""
+"""Tokenizers: bytes for small models, `tokenizer.json` and its chat template for published models."""
 
 import dataclasses
 import functools
@@ -29,9 +29,9 @@ from mtpjax.io.huggingface_files import (
     read_vocab_size,
 )
 
-OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # SentencePiece's, and those of older classes
-_BUILT = ("_tokenizer", "_decoder", "_plain_tokenizer")  # from `_content`
-SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a template may name
+OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # of SentencePiece and older tokenizer classes
+_BUILT = ("_tokenizer", "_decoder", "_plain_tokenizer")  # attributes made from `_content`
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")  # variables that a template may use
 
 
 class Tokenizer(Protocol):
@@ -47,13 +47,13 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hexadecimal sha256 of all that determines the tokens of texts and conversations, and the end tokens."""
+        """Hexadecimal sha256 of everything that determines the tokens of texts and conversations and the end tokens."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encodes a text without the tokens that `encode` puts around it."""
+        """Encodes a text without the tokens that `encode` adds around it."""
         ...
 
     def reads_template_variable(self, name: str) -> bool:
@@ -63,10 +63,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def incremental_decoder(self, prompt: Sequence[int] = ()) -> Callable[[int | None], str]:
-        """Returns an incremental decoder.
+        """Returns a function that takes one token at a time and returns the text that the token completes.
 
-        Returns a function that takes one token at a time and returns the text that it completes; None ends the text and
-        returns the rest. Without a prompt, all texts together are `decode` of all tokens.
+        Pass None at the end to get the rest. Without a prompt, the concatenated texts equal `decode` of all tokens.
         """
         ...
 
@@ -103,7 +102,7 @@ class ByteTokenizer:
         return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD."""
+        """Decodes ids; skips end tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
         stream = self.incremental_decoder()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
@@ -147,15 +146,15 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """The `tokenizer.json` of a Hugging Face directory or GGUF file, read by the tokenizers package.
 
-    `eos_token_ids` are those of `generation_config.json`, `config.json`, its `text_config`, and the `eos_token` of
-    `tokenizer_config.json`, in this order: each of them ends a text, and the first one ends documents. Special tokens
-    written in a prompt's text become those tokens, as in transformers; those that a user or a tool writes in a message
-    stay text, so that a message cannot end its own turn. The text of tokens is that of the decoder in `tokenizer.json`,
-    as in vLLM; `clean_up_tokenization_spaces` is ignored.
+    `eos_token_ids` come from `generation_config.json`, `config.json`, its `text_config`, and the `eos_token` in
+    `tokenizer_config.json`, in this order. Each of them ends a text, and the first one ends documents. Special tokens
+    written in a prompt's text become those tokens, as in transformers; special tokens that a user or a tool writes in a
+    message remain text, so that a message cannot end its own turn. Tokens are decoded by the decoder in
+    `tokenizer.json`, as in vLLM; `clean_up_tokenization_spaces` is ignored.
 
     Args:
         folder: the directory, or the GGUF file.
-        vocab_size: V of the model.
+        vocab_size: the model's vocabulary size V.
         chat_template: jinja2 template that replaces those in the files.
 
     Raises:
@@ -221,7 +220,7 @@ class HuggingFaceTokenizer:
             return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids; skips special tokens, and replaces bytes that are not UTF-8 by U+FFFD."""
+        """Decodes ids; skips special tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
         tokens = [int(index) for index in ids]
         if not self._decoder.is_total:
             stream = self.incremental_decoder()
@@ -240,20 +239,20 @@ class HuggingFaceTokenizer:
         return self.chat_templates.reads(name)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""
+        """Encodes a conversation; `template_variables` are the template's variables, such as `enable_thinking`."""
         return self.encode_rendered(self.chat_templates.render(messages, **template_variables))[0]
 
     def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encodes a conversation that the chat template has written, from the character `start` on.
+        """Encodes a rendered conversation, from character `start` on.
 
         Returns the tokens, and the start and end of each token's characters.
         """
         tokens: list[int] = []
         offsets: list[tuple[int, int]] = []
-        encoded: dict[tuple[str, bool], Any] = {}  # few hidden pieces differ, but a message may repeat them many times
+        encoded: dict[tuple[str, bool], Any] = {}  # few hidden pieces are distinct, but a message may repeat them often
         with rust_errors("the tokenizer cannot encode this conversation"):
             for place, piece, is_hidden in rendered.pieces(start):
-                # Special tokens of the template count. Those in messages of users are only characters.
+                # Special tokens from the template take effect. Those in users' messages are plain text.
                 key = (piece, bool(place))
                 found = encoded.get(key) if is_hidden else None
                 if found is None:
@@ -267,11 +266,11 @@ class HuggingFaceTokenizer:
         return tokens, offsets
 
     def _encode_piece(self, tokenizer: Any, piece: str, *, is_first: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the tokens of a piece of a text, and the characters of each."""
+        """Returns the tokens of a piece of text, and each token's character span."""
         if is_first or not self._adds_space:
             encoding = tokenizer.encode(piece, add_special_tokens=False)
             return encoding.ids, encoding.offsets
-        # A piece within a text gets no space in front: encode it after a newline, and drop that.
+        # A piece inside a text must not get a leading space: encode it after a newline, and drop the newline.
         encoding = tokenizer.encode("\n" + piece, add_special_tokens=False)
         num_before = len(tokenizer.encode("\n", add_special_tokens=False).ids)
         spans = [(max(0, begin - 1), end - 1) for begin, end in encoding.offsets[num_before:]]
@@ -279,7 +278,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _adds_space(self) -> bool:
-        """True if the tokenizer puts a space in front of a text, as those of SentencePiece do."""
+        """True if the tokenizer adds a space before a text, as SentencePiece tokenizers do."""
         after, newline, letter = (
             self._tokenizer.encode(each, add_special_tokens=False).ids for each in ("\na", "\n", "a")
         )
@@ -287,7 +286,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _plain_tokenizer(self) -> Any:
-        """The tokenizer that reads special tokens in a text as characters."""
+        """A copy of the tokenizer that treats special tokens in a text as plain text."""
         import tokenizers
 
         plain = tokenizers.Tokenizer.from_buffer(self._content)
@@ -297,14 +296,14 @@ class HuggingFaceTokenizer:
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Encodes a text that already contains its special tokens.
 
-        Returns the tokens, and the character at which each begins, ascending.
+        Returns the tokens, and the index of each token's first character, ascending.
         """
         with rust_errors("the tokenizer cannot encode this text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes files into a folder, from which a `HuggingFaceTokenizer` of the same digest can be read."""
+        """Writes the files from which a `HuggingFaceTokenizer` with the same digest can be loaded."""
         (folder / "tokenizer.json").write_bytes(self._content)
         (folder / "tokenizer_config.json").write_text(
             json.dumps(self._settings | {"chat_template": self.chat_templates.setting})
@@ -312,11 +311,11 @@ class HuggingFaceTokenizer:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_token_ids)}))
 
     def to_json(self) -> str:
-        """Returns the content of a `tokenizer.json`, without padding and truncation."""
+        """Returns the content of a `tokenizer.json` without padding or truncation."""
         return self._tokenizer.to_str()
 
     def _special_tokens(self) -> dict[str, str | None]:
-        """Returns the special tokens that a template may name, as text."""
+        """Returns the text of the special tokens that a template may use, by variable."""
         settings = self._settings
         return {name: _token_text(settings[name]) for name in SPECIAL_NAMES if settings.get(name) is not None}
 
@@ -325,10 +324,10 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     """Loads the tokenizer of a checkpoint.
 
     Args:
-        path: anything that `mtpjax.load` takes: a checkpoint, a run folder that holds one, a Hugging Face directory, a
-            GGUF file, or `org/name` of the Hugging Face Hub. For a checkpoint that was converted
-            from a Hugging Face directory, the tokenizer of that directory.
-        vocab_size: V of the model; None: that of the checkpoint's `config.json`.
+        path: anything that `mtpjax.load` accepts: a checkpoint, a run folder, a Hugging Face directory, a GGUF file, or
+            `org/name` on the Hugging Face Hub. A checkpoint that was converted from a Hugging Face directory keeps the
+            tokenizer of that directory.
+        vocab_size: the model's vocabulary size V; by default from the checkpoint's `config.json`.
         chat_template: jinja2 template that replaces the checkpoint's.
 
     Returns:
@@ -337,7 +336,7 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
 
     Raises:
         CheckpointError: the path does not exist.
-        TokenizerError: there is neither file and the vocabulary is not the 256 bytes, or `chat_template` is given
+        TokenizerError: there is no tokenizer file and the vocabulary is not the 256 bytes, or `chat_template` is given
             without a tokenizer file.
 
     Example:

@@ -13,16 +13,16 @@ from mtpjax.safe_open import list_chat_templates, parse_json
 
 DEFAULT_TEMPLATE = "default"
 MAX_TEMPLATE_CHARACTERS = 1 << 20
-MAX_EXPANSION = 256  # times that a normaliser or decoder may lengthen a text
+MAX_EXPANSION = 256  # maximum factor by which a normalizer or decoder may lengthen a text
 log = logging.getLogger("mtpjax.tokenizer")
 
 
 @contextlib.contextmanager
 def rust_errors(problem: str):
-    """Turns errors of the tokenizers package into TokenizerError.
+    """Converts errors of the tokenizers package to `TokenizerError`.
 
-    It raises Exception itself, and where its Rust code panics, such as at a limit of its regular expressions, a
-    BaseException, which would end the process.
+    The package raises Exception itself. If its Rust code panics, such as at a limit of its regular expressions, it
+    raises a BaseException, which would end the process.
     """
     try:
         yield
@@ -33,7 +33,7 @@ def rust_errors(problem: str):
 
 
 def read_json_object(folder: pathlib.Path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> dict[str, Any]:
-    """Reads a JSON file of a checkpoint; a missing file, or a value that is not an object, gives an empty one."""
+    """Reads a JSON object from a checkpoint's file; {} if the file is missing or contains a different value."""
     content = read_small_file(folder, name, max_bytes=max_bytes)
     try:
         values = parse_json(content) if content is not None else {}
@@ -43,13 +43,13 @@ def read_json_object(folder: pathlib.Path, name: str, *, max_bytes: int = MAX_TO
 
 
 def check_expansion(content: bytes, path: pathlib.Path) -> None:
-    """Checks that normaliser and decoder cannot make a text many times as long, and so use all memory."""
+    """Checks that the normalizer and the decoder cannot lengthen a text so much that it uses all memory."""
     try:
         values = parse_json(content)
     except ValueError as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from error
     for name in ("normalizer", "decoder"):
-        # Steps follow each other, so that their factors multiply.
+        # Steps run one after the other, so their factors multiply.
         factor, steps = 1, [values.get(name)] if isinstance(values, dict) else []
         while steps:
             step = steps.pop()
@@ -67,22 +67,22 @@ def check_expansion(content: bytes, path: pathlib.Path) -> None:
 def find_end_tokens(
     folder: pathlib.Path, tokenizer: Any, eos_token: str | None, *, generation: dict, config: dict, vocab_size: int
 ) -> tuple[int, ...]:
-    """Finds the tokens that end a text: those of all files, since a model may write any of them.
+    """Finds the tokens that end a text. It combines all files, since a model may write any of these tokens.
 
-    Warns of likely mistakes: a name that is not a token, and ordinary text in a file after the first.
+    Warns of likely mistakes: a name that is not a token, and an ordinary token in a file after the first.
 
     Args:
-        config: the content of `config.json`; a multimodal one nests the text model's settings.
+        config: the content of `config.json`; in multimodal models, it nests the text model's settings.
 
     Returns:
-        The ids, each once: of `generation_config.json`, `config.json`, its `text_config`, and `eos_token`.
+        The ids without duplicates, from `generation_config.json`, `config.json`, its `text_config`, and `eos_token`.
     """
     sources = {"generation_config.json": generation, "config.json": config}
     first, *others = _read_ids(folder, sources | {"config.json's text_config": config.get("text_config")}, vocab_size)
     named = None if eos_token is None else tokenizer.token_to_id(eos_token)
     if eos_token is not None and named is None:
         log.warning("%s: eos_token %s is not a token: ignored", folder, printable(repr(eos_token), 60))
-    # The first file counts. Another may have a leftover id from a model with a different tokenizer.
+    # Trust the first file. Later files may have a leftover id from a model with a different tokenizer.
     added = tokenizer.get_added_tokens_decoder()
     for token in dict.fromkeys(itertools.chain(*others)):
         if token not in first and token != named and token not in added:
@@ -93,12 +93,12 @@ def find_end_tokens(
 
 
 def _read_ids(folder: pathlib.Path, sources: dict[str, Any], vocab_size: int) -> list[list[int]]:
-    """Returns the `eos_token_id` of each source that has one; an empty list if none has."""
+    """Returns the ids in each source that has an `eos_token_id`; `[[]]` if no source has one."""
     found: list[list[int]] = []
     for name, values in sources.items():
         value = values.get("eos_token_id") if isinstance(values, dict) else None
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        # A truth value is an int in Python, but not a token.
+        # A boolean is an int in Python, but not a token id.
         if all(type(index) is int and 0 <= index < vocab_size for index in ids):
             found += [ids] if ids else []
             continue
@@ -114,9 +114,9 @@ def _read_ids(folder: pathlib.Path, sources: dict[str, Any], vocab_size: int) ->
 
 
 def read_chat_templates(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Reads the chat templates of a checkpoint.
+    """Reads a checkpoint's chat templates.
 
-    Returns the templates by name: those of `chat_template.jinja` and `additional_chat_templates/`, or else those of
+    Returns the templates by name, from `chat_template.jinja` and `additional_chat_templates/`, or else from
     `tokenizer_config.json` or `chat_template.json`.
     """
     found = {DEFAULT_TEMPLATE: "chat_template.jinja"}

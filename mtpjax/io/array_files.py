@@ -1,9 +1,9 @@
 """Arrays of a checkpoint on disk: written whole with Orbax, or streamed in chunks with TensorStore.
 
 Both write uncompressed zarr, which TensorStore reads. Orbax writes arrays that fit in memory. A converted checkpoint
-can be larger than memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes
-of one chunk. An array that a mesh shards is streamed too: its chunks are the shards, and each process writes those that
-it holds.
+can be larger than memory, so its arrays are streamed: only a few chunks are in memory at once, and each chunk has its
+own file. An array that is sharded over a mesh is streamed too: its chunks are the shards, and each process writes the
+shards that it holds.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class StreamedArray:
         dtype: its dtype.
         chunks: the shape of a chunk. Chunks at the edges are smaller.
         read: returns one chunk.
-        begins: the first positions of the chunks that this process writes. None: the main process writes all chunks.
+        begins: the start indices of the chunks that this process writes. None: the main process writes all chunks.
     """
 
     shape: tuple[int, ...]
@@ -54,8 +54,8 @@ class StreamedArray:
 
 
 def stream_parts(array: jax.Array) -> StreamedArray:
-    """Describes a sharded array: its chunks are the shards, each of which one process writes."""
-    # Of the devices with the same shard, one has replica id 0.
+    """Makes a `StreamedArray` from a sharded array: its chunks are the shards, each written by one process."""
+    # Of the devices that hold the same shard, exactly one has replica id 0.
     parts = {
         tuple(cut.start or 0 for cut in shard.index): shard.data
         for shard in array.addressable_shards
@@ -74,7 +74,7 @@ def nest(leaves: Mapping[str, Any], scaled: Mapping[str, Sequence[int]] | None =
     """Nests leaves by flat name, such as `{"a/b": leaf}`, and joins the arrays of quantized parameters.
 
     Args:
-        scaled: `[axis, block]` of each `BlockScaled` whose leaves are `name/values` and `name/scales`.
+        scaled: `[axis, block]` by name, for each `BlockScaled` whose leaves are `name/values` and `name/scales`.
     """
     leaves = dict(leaves)
     for name, (axis, block) in (scaled or {}).items():
@@ -88,11 +88,11 @@ def flatten_arrays(params: Any) -> tuple[dict[str, np.ndarray | jax.Array | Stre
 
     Args:
         params: nested dicts of jax or numpy arrays, `StreamedArray` or `BlockScaled`; the keys are non-empty strings
-            without "/" and ".".
+            without "/" or ".".
 
     Returns:
-        `(arrays, scaled)`: arrays of this process and streamed arrays by flat name, and `scaled` of `nest`. Arrays that
-        a mesh shards are streamed.
+        `(arrays, scaled)`: arrays of this process and streamed arrays by flat name, and the argument `scaled` of
+        `nest`. Arrays that are sharded over a mesh are streamed.
     """
     arrays, scaled = {}, {}
     for name, leaf in _flatten(params).items():
@@ -103,7 +103,7 @@ def flatten_arrays(params: Any) -> tuple[dict[str, np.ndarray | jax.Array | Stre
             parts = {name: leaf}
         arrays |= {part: _array_to_save(part, array) for part, array in parts.items()}
     if not arrays:
-        raise ValueError("params hold no array")
+        raise ValueError("params contain no array")
     return arrays, scaled
 
 
@@ -113,9 +113,9 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         raise ValueError(f"params must be nested dicts of arrays, not {type(tree).__name__}")
     leaves = {}
     for key, value in tree.items():
-        # Keys become names of folders and files.
+        # Keys become folder and file names.
         if not isinstance(key, str) or not key or "/" in key or "." in key:  # Orbax joins names with "."
-            raise ValueError(f"params key {key!r} under {prefix!r} must be a non-empty string without '/' and '.'")
+            raise ValueError(f"params key {key!r} under {prefix!r} must be a non-empty string without '/' or '.'")
         is_leaf = not isinstance(value, Mapping) or not value
         leaves |= {f"{prefix}{key}": value} if is_leaf else _flatten(value, f"{prefix}{key}/")
     return leaves
@@ -132,7 +132,7 @@ def _array_to_save(name: str, leaf: Any) -> np.ndarray | jax.Array | StreamedArr
     dtype = np.dtype(leaf.dtype)
     if not dtype.isnative or not _is_jax_dtype(dtype):
         raise ValueError(f"params[{name!r}] has dtype {dtype.str} ({dtype}); JAX would not restore it")
-    # Arrays stay on their devices until they are written. Only one of several copies is written.
+    # Arrays stay on their devices until they are written. Only one copy of a replicated array is written.
     if isinstance(leaf, jax.Array):
         return leaf.addressable_data(0) if leaf.is_fully_replicated else stream_parts(leaf)
     return leaf
@@ -141,8 +141,8 @@ def _array_to_save(name: str, leaf: Any) -> np.ndarray | jax.Array | StreamedArr
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
     """Writes arrays into a new folder. All processes of a run must call it.
 
-    Returns `(records, digests)`: the entry of each array in `digests.json`, and known sha256 digests by file name
-    relative to the parent of `folder`.
+    Returns `(records, digests)`: each array's entry for `digests.json`, and the sha256 digests known so far by file
+    name relative to the parent of `folder`.
     """
     streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
     failed = OSError(f"{folder.parent.parent} cannot be written by another process")
@@ -155,8 +155,8 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
                 _make_stores(folder, streams)
     with distributed.raise_together(failed), one_line_failures(folder):
         digests = _write_streams(folder, streams)
-    # A streamed array's digest covers the digests of its chunks, in C order. The file of a full chunk has exactly the
-    # chunk's bytes, and so its digest; files of chunks at the edges are padded.
+    # A streamed array's digest covers the digests of its chunks, in C order. The file of a full chunk contains exactly
+    # the chunk's bytes, so it has the same digest; files of chunks at the edges are padded.
     written = {file: digest for each in distributed.gather_values(digests) for file, digest in each.items()}
     known = {}
     for name, stream in streams.items():
@@ -171,17 +171,17 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
 
 
 def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, dict]:
-    """Writes the arrays that are not streamed, and Orbax's metadata of all arrays. Returns their records."""
+    """Writes the arrays that are not streamed, and Orbax's metadata for all arrays. Returns their digest entries."""
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
-    # For this process only: the other processes of a run do not wait.
+    # Only this process takes part: the others must not wait for it.
     index = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
     )
-    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer identify the array.
+    # OCDBT would mix the bytes of several arrays in shared files, so a digest could no longer identify the array.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
-    # Otherwise Orbax would try to merge OCDBT files of several processes, and warn that there are none.
+    # By default, Orbax would try to merge the OCDBT files of several processes, and warn that there are none.
     handler.finalize = lambda directory: None
     whole = {name: np.asarray(array) for name, array in arrays.items() if not isinstance(array, StreamedArray)}
     # Orbax writes one element in place of each streamed array.
@@ -194,20 +194,19 @@ def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, d
 
 
 def _make_stores(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> None:
-    """Replaces Orbax's one-element arrays with empty ones of the right shape and chunks."""
+    """Replaces Orbax's one-element arrays with empty ones that have the right shape and chunks."""
     import tensorstore
 
     for name, stream in streams.items():
         spec = array_spec(folder, name)
         shutil.rmtree(spec["kvstore"]["path"])
-        dtype = "bool" if stream.dtype == np.bool_ else stream.dtype.name
-        spec |= {"dtype": dtype}
+        spec["dtype"] = "bool" if stream.dtype == np.bool_ else stream.dtype.name
         spec["metadata"] = {"shape": stream.shape, "chunks": stream.chunks, "compressor": None}
         tensorstore.open(spec, create=True, context=single_thread_context()).result()
 
 
 def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> dict[str, str]:
-    """Writes the chunks of this process. Returns their sha256 by file name relative to `folder`."""
+    """Writes this process's chunks. Returns their sha256 by file name relative to `folder`."""
     import tensorstore
 
     # By default zarr omits files of all-zero chunks. Write them too, so that a missing file means damage.
@@ -223,7 +222,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
         stores[name][index].write(array, can_reference_source_data_indefinitely=True).result()
         return _chunk_file(name, index, streams[name].chunks), _sha256(array).hex()
 
-    # One chunk per thread is in memory, and is hashed there, so that files need not be read again.
+    # Each thread holds one chunk in memory and hashes it there, so that files need not be read again.
     parts = [
         (name, index)
         for name, stream in streams.items()
@@ -235,27 +234,27 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
 
 
 def _chunk_file(name: str, index: Index, chunks: tuple[int, ...]) -> str:
-    """Returns a chunk's file relative to the folder of the arrays. zarr numbers chunks along each axis."""
+    """Returns a chunk's file, relative to the arrays' folder. zarr numbers chunks along each axis."""
     place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
     return f"{name.replace('/', '.')}/{place}"
 
 
 def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Compares what was read of an array with its record."""
+    """Compares the properties that were read for an array with its entry in `digests.json`."""
     for key, value in found.items():
         if value != recorded.get(key):
-            raise CheckpointError(f"array {name!r} in {folder} has {key} {value}; saved was {recorded.get(key)}")
+            raise CheckpointError(f"array {name!r} in {folder} has {key} {value}; expected {recorded.get(key)}")
 
 
 def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str, Any]:
-    """Describes an array for `digests.json`.
+    """Returns an array's entry for `digests.json`.
 
-    Returns `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order. For a streamed array, it
-    covers the digests of the chunks, and "chunks" is added.
+    The entry is `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order. For a streamed array,
+    the digest covers the digests of the chunks, and "chunks" is added.
     """
     if chunks is None:
         return _record(array, _sha256(array).hex())
-    # The same digest as when the chunks were streamed.
+    # Compute the same digest as when the chunks were streamed.
     total = hashlib.sha256()
     for index in chunk_grid(array.shape, chunks):
         total.update(_sha256(np.ascontiguousarray(array[index])))
@@ -273,7 +272,7 @@ def _sha256(array: np.ndarray) -> bytes:
 
 
 def chunk_grid(shape, chunks) -> Iterator[Index]:
-    """Yields the chunks of an array in C order, on which the array's digest depends."""
+    """Yields the chunks of an array in C order. The array's digest depends on this order."""
     axes = [range(0, size, step) for size, step in zip(shape, chunks, strict=True)]
     for begins in itertools.product(*axes):
         yield tuple(
@@ -282,7 +281,7 @@ def chunk_grid(shape, chunks) -> Iterator[Index]:
 
 
 def array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """Builds the TensorStore spec of an array in Orbax's layout: the zarr array `a/b` is in the folder `a.b`."""
+    """Returns the TensorStore spec for an array in Orbax's layout: the zarr array `a/b` is in the folder `a.b`."""
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
 
 
@@ -294,7 +293,7 @@ def single_thread_context():
 
 
 def _is_jax_dtype(dtype) -> bool:
-    """Returns whether JAX supports the dtype; it supports float64 only under jax_enable_x64."""
+    """Returns whether JAX supports the dtype; float64 is supported only with jax_enable_x64."""
     # `canonicalize_dtype` returns the dtype that JAX would use instead.
     is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
     return is_number and jax.dtypes.canonicalize_dtype(dtype) == dtype

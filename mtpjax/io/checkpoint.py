@@ -54,7 +54,7 @@ def save(
     Args:
         config_dict: the configuration as JSON values. Restoring it gives lists instead of tuples, and string keys.
         params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX supports.
-            Keys are strings without "/" and ".".
+            Keys are strings without "/" or ".".
         write_extra_files: called with the unfinished folder, to add files to it.
 
     Raises:
@@ -111,7 +111,7 @@ def save_model(
         path: the folder to write, as for `save`.
         model: the model; its `config` is saved.
         params: its parameters, with unrolled layers.
-        metadata: further JSON values.
+        metadata: additional JSON values to store.
         tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
         init_from: the checkpoint that training started from. Its Hugging Face `config.json` is kept, so that an export
             of the new weights has the same family.
@@ -122,7 +122,7 @@ def save_model(
     """
 
     def write_small_files(folder: pathlib.Path) -> None:
-        # The same folder as in a converted checkpoint, so that loading and exporting look in one place.
+        # Use the same folder as a converted checkpoint, so that loading and exporting look in one place.
         kept = folder / HUGGINGFACE_FOLDER
         content = None if init_from is None else read_kept_config(init_from)
         if content is not None and model_type is not None:
@@ -153,25 +153,25 @@ def load(
     samples the padding rows.
 
     Args:
-        path: an mtpjax checkpoint, a run folder of `mtpjax train`, a Hugging Face directory with safetensors files
+        path: an mtpjax checkpoint, a run folder of `mtpjax train`, a Hugging Face directory with the safetensors files
             of a supported family, a `.gguf` file (extra `gguf`), whose quantized weights become float32, or a
-            repository of the Hugging Face Hub: `org/name`, `org/name@revision` or `org/name/file.gguf`.
-        dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
-            fp8 with their scales (`BlockScaled`).
-        mesh: shards the parameters over this mesh; all processes of a run must load together. Each reads only the
-            shards of its devices, except for arrays of an mtpjax checkpoint that were saved without a mesh: these are
+            Hugging Face Hub repository: `org/name`, `org/name@revision` or `org/name/file.gguf`.
+        dtype: dtype to cast the parameters to. `None` keeps the files' dtypes; block-quantized fp8 weights stay fp8
+            with their scales (`BlockScaled`).
+        mesh: shards the parameters over this mesh; all processes of a run must call `load` together. Each reads only
+            its devices' shards, except for arrays of an mtpjax checkpoint that were saved without a mesh: these are
             read whole, one at a time.
-        allow_copies: replicate dimensions that an axis of the mesh does not divide.
-        layout: the sharding for decoding or for training.
-        model_type: the family of a Hugging Face directory, instead of that of its `config.json`.
+        allow_copies: replicate dimensions that are not divisible by their mesh axis.
+        layout: whether to shard the parameters for decoding or for training.
+        model_type: the family to read a Hugging Face directory as, instead of the one in its `config.json`.
         implementation: the implementation of the model's kernels (`pallas_kernels.dispatch`).
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or of an unsupported architecture; for Hugging Face
-            directories its subclasses `CheckpointFileError` and `ConfigError`.
+        CheckpointError: the checkpoint is missing or damaged, or its architecture is unsupported; for Hugging Face
+            directories, its subclasses `CheckpointFileError` and `ConfigError`.
         ValueError: the model cannot be sharded over the mesh, or `dtype` is not a floating-point type.
 
     Example:
@@ -209,7 +209,7 @@ def load(
 def _checked_config(values: Any, params: dict, path) -> ModelConfig:
     """Returns the configuration. Raises `CheckpointError` if it does not fit the arrays."""
     config = model_config(values, path)
-    # Check the numbers that determine how much is built. Flax checks all other shapes when it traces.
+    # Check the sizes that determine how much is built. Flax checks all other shapes when it traces.
     embedding = tuple(getattr(params.get("embedding"), "shape", ()))
     modules = sum(is_of_modules(name) and name.partition("_")[2].isdecimal() for name in params)
     for name, value, found in (

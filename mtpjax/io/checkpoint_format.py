@@ -5,9 +5,8 @@
     params/        the arrays, written by Orbax, one folder each
     huggingface*   the rest of the Hugging Face directory that the checkpoint was converted from (`huggingface_files`)
 
-zarr arrays with flipped bits are read without an error, so every checkpoint has digests. File digests are checked
-first, so that parsers never read damaged data. Array digests then prove that the arrays in memory are those that were
-saved.
+zarr reads arrays with flipped bits without an error, so every checkpoint has digests. File digests are checked first,
+so that parsers never read damaged data. Array digests then prove that the arrays in memory equal the saved ones.
 """
 
 import hashlib
@@ -22,13 +21,13 @@ from mtpjax.safe_open import allowed_root, open_inside, parse_json, read_inside
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
-GGUF_DIGEST_BYTES = 16 << 20  # read of a GGUF file to identify it
+GGUF_DIGEST_BYTES = 16 << 20  # bytes at the start of a GGUF file that identify it
 CONFIG_FILE, DIGESTS_FILE, ARRAYS_FOLDER = "config.json", "digests.json", "params"
-MAX_JSON_BYTES = 512 << 20  # maximum size of a JSON file; those of the largest models have about 20 MB
+MAX_JSON_BYTES = 512 << 20  # maximum size of a JSON file; the largest models' files have about 20 MB
 
 
 def is_checkpoint(path) -> bool:
-    """Returns whether `path` is a checkpoint folder of this format, of any version. Never raises."""
+    """Returns whether `path` is a checkpoint folder in this format, of any version. Never raises."""
     return read_config(pathlib.Path(path)) is not None
 
 
@@ -36,12 +35,12 @@ def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
     """Resolves a path that a user gives for a checkpoint.
 
     Args:
-        path: a run folder of `mtpjax train`, a checkpoint, a Hugging Face directory, a GGUF file, or a repository of
-            the Hugging Face Hub (`mtpjax.hub`), which is downloaded.
+        path: a run folder of `mtpjax train`, a checkpoint, a Hugging Face directory, a GGUF file, or a Hugging Face Hub
+            repository (`mtpjax.hub`), which is downloaded.
         is_model: reject folders that are not models, such as adapters.
 
     Returns:
-        The `checkpoint/` folder of a run folder, the downloaded snapshot of a repository, otherwise `path`.
+        The `checkpoint/` folder of a run folder, the downloaded snapshot of a repository, or otherwise `path`.
     """
     path = checkpoint_of_run(resolve(path))
     if is_model and not is_checkpoint(path):
@@ -50,26 +49,26 @@ def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
 
 
 def checkpoint_of_run(path: pathlib.Path) -> pathlib.Path:
-    """Returns the `checkpoint/` folder of a run folder of `mtpjax train`; other paths unchanged."""
+    """Returns the `checkpoint/` folder if the path is a run folder of `mtpjax train`, and other paths unchanged."""
     return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
 
 
 def checkpoint_bytes(path) -> int:
-    """Returns the total size of the files of a checkpoint."""
+    """Returns the total size of a checkpoint's files."""
     found = find_checkpoint(path)
-    # `rglob` of a GGUF file yields nothing.
+    # For a GGUF file, `rglob` yields nothing.
     return sum(file.stat().st_size for file in (found, *found.rglob("*")) if file.is_file())
 
 
 def checkpoint_digest(path: pathlib.Path) -> str:
     """Identifies a checkpoint without reading its weights.
 
-    Returns a hexadecimal sha256 of the digests of an mtpjax checkpoint, or of the configuration, the index and the file
-    sizes of a Hugging Face directory.
+    Returns a hexadecimal sha256. It covers the digests of an mtpjax checkpoint; the configuration, index and file sizes
+    of a Hugging Face directory; or the start and the size of a GGUF file.
     """
     described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
-    # A GGUF file starts with its metadata: hash that, and the size.
+    # A GGUF file starts with its metadata, so hash its start and its size.
     if path.is_file():
         with open(path, "rb") as stream:
             whole.update(stream.read(GGUF_DIGEST_BYTES))
@@ -80,7 +79,7 @@ def checkpoint_digest(path: pathlib.Path) -> str:
 
 
 def read_config(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns `config.json` of a checkpoint folder; None if it is missing, unreadable or of a different format."""
+    """Returns a checkpoint folder's `config.json`; None if it is missing, unreadable or in a different format."""
     try:
         config = parse_json(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
     except (OSError, ValueError):  # ValueError: the file is unsafe, not JSON, or not UTF-8
@@ -90,7 +89,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Reads `digests.json` of a checkpoint folder.
+    """Reads a checkpoint folder's `digests.json`.
 
     Returns `(files, arrays)`: the sha256 by relative file name, and `{"shape", "dtype", "sha256"}` by array name.
     Arrays that were written in chunks also have "chunks".
@@ -103,15 +102,15 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
         is_complete = CONFIG_FILE in files and all(_is_record(record) for record in arrays.values())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is missing or damaged: {one_line(error)}") from error
-    # Without the digest of `config.json` a changed configuration would go unnoticed.
+    # Without the digest of `config.json`, a changed configuration would go unnoticed.
     if not is_complete:
-        raise CheckpointError(f"{file} is damaged: config.json or an array has no record")
+        raise CheckpointError(f"{file} is damaged: the entry for config.json or an array is missing or malformed")
     return files, arrays
 
 
 def _is_record(record: Any) -> bool:
-    """Returns whether an array's record has usable chunk sizes; other fields are compared when the array is read."""
-    # `[0]` replaces a record that is not an object: 0 is not a chunk size, so it fails the check.
+    """Returns whether an array's entry has valid chunk sizes; other fields are compared when the array is read."""
+    # An entry that is not an object counts as chunks `[0]`, which are invalid.
     chunks = record.get("chunks", [1]) if isinstance(record, dict) else [0]
     return isinstance(chunks, list) and all(isinstance(size, int) and size > 0 for size in chunks)
 
@@ -131,7 +130,7 @@ def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
         root: the checkpoint folder, which must contain the file.
 
     Returns:
-        The hexadecimal digest; None if the file cannot be read, is not a regular file, or is a link out of `root`.
+        The hexadecimal digest; None if the file cannot be read, is not a regular file, or is a link to outside `root`.
     """
     try:
         with open(open_inside(file, allowed_root(root)), "rb") as stream:

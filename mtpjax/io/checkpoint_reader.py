@@ -1,4 +1,4 @@
-"""Reads checkpoints of mtpjax: whole (`restore`), or part by part (`CheckpointReader`)."""
+"""Reads mtpjax checkpoints, whole (`restore`) or part by part (`CheckpointReader`)."""
 
 import contextlib
 import functools
@@ -43,15 +43,15 @@ def restore(
     """Reads a whole checkpoint and verifies every digest.
 
     Args:
-        mesh: shards the parameters of a model over this mesh, one array at a time. All processes of the run must call
-            this together, and each verifies a part of the files. None: the default device.
-        layout: the sharding for decoding or for training.
+        mesh: shards a model's parameters over this mesh, one array at a time. All processes of the run must call this
+            together, and each verifies some of the files. None: the default device holds all parameters.
+        layout: whether to shard the parameters for decoding or for training.
 
     Returns:
         `(config_dict, params, metadata)`. The params are nested dicts of jax arrays with the saved shapes, dtypes and
-        bits, regardless of the devices that saved them.
+        bits, regardless of the devices from which they were saved.
     """
-    # The reader checks the digests of files before an array is opened.
+    # The reader checks file digests before it opens an array.
     if mesh is not None:
         with distributed.raise_together(CheckpointError(f"another process cannot read {path}")):
             reader = CheckpointReader(path, verify=own_share())
@@ -62,7 +62,7 @@ def restore(
         with ThreadPoolExecutor() as pool:
             arrays = pool.map(reader.read_checked, reader.records)
             placed = {name: jnp.asarray(array) for name, array in zip(reader.records, arrays, strict=True)}
-    # Nest the arrays by name, and put values and scales of quantized parameters together again.
+    # Nest the arrays by name, and join the values and scales of quantized parameters again.
     return reader.config, nest(placed, reader.scaled), reader.metadata
 
 
@@ -72,26 +72,24 @@ class CheckpointReader:
     Attributes:
         path: the resolved folder.
         config: the model configuration as plain values.
-        metadata: the metadata that was saved.
+        metadata: the saved metadata.
         files: sha256 by file name.
         records: shape, dtype and sha256 by flat array name.
-        scaled: `[axis, block]` of quantized parameters by flat name.
+        scaled: `[axis, block]` by flat name, for quantized parameters.
     """
 
     def __init__(self, path, *, verify: bool | slice = True, is_threaded: bool = False):
         """Opens a checkpoint and checks the digests of its files.
 
         Args:
-            verify: check the digests of all files, or of a slice if other processes check the rest (`own_share`).
-                False reads only metadata, as in `mtpjax inspect`.
-            is_threaded: use several threads. Each holds memory, so conversion uses one.
+            verify: check the digests of all files, or of a slice of them if other processes check the rest
+                (`own_share`). False reads only metadata, as `mtpjax inspect` does.
+            is_threaded: use several threads. Each holds memory, so conversion uses only one.
         """
         self.path = pathlib.Path(path).resolve()
         config = read_config(self.path)
         if config is None:
-            raise CheckpointError(
-                f"no mtpjax checkpoint at {self.path}: looked for a config.json with format {FORMAT!r}"
-            )
+            raise CheckpointError(f"no mtpjax checkpoint at {self.path}: it has no config.json with format {FORMAT!r}")
         if config.get("version") != VERSION:
             raise CheckpointError(
                 f"{self.path / CONFIG_FILE} has version {config.get('version')!r}, not {VERSION}: it was written by "
@@ -104,7 +102,7 @@ class CheckpointReader:
         if "config" not in config:
             raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: it has no 'config'")
         self.config: Any = config["config"]
-        self.metadata: dict[str, Any] = config.get("metadata", [])  # a missing one is an error, as it is not an object
+        self.metadata: dict[str, Any] = config.get("metadata", [])  # a missing value is an error below
         self.scaled: dict[str, Any] = config.get("block_scaled", {})
         for name, value in (("metadata", self.metadata), ("block_scaled", self.scaled)):
             if not isinstance(value, dict):
@@ -117,11 +115,7 @@ class CheckpointReader:
         return model_config(self.config, self.path)
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Reads a part of an array.
-
-        Args:
-            name: the flat name, such as "trunk/layer_0/attention/qkv".
-        """
+        """Reads a part of an array by its flat name, such as "trunk/layer_0/attention/qkv"."""
         return self._store(name)[index].read().result()
 
     def read_checked(self, name: str) -> np.ndarray:
@@ -134,11 +128,11 @@ class CheckpointReader:
 
     def place(self, name: str, sharding_of: Callable[[tuple[int, ...]], jax.sharding.Sharding]) -> jax.Array:
         """Reads the shards of an array that this process's devices hold."""
-        # An unchunked array is one file, which must be read whole: its digest covers all elements.
+        # An array without chunks must be read whole, because its digest covers all elements.
         if "chunks" not in self.records[name]:
             array = self.read_checked(name)
             return read_parts(array.shape, sharding_of(array.shape), lambda cut: array[_slices(cut)])
-        # Of a chunked array, read only the chunks of these shards; each chunk's file has a digest.
+        # From a chunked array, read only the chunks that these shards need; each chunk's file has a digest.
         with self._reading(name):
             store = self._store(name)
         shape = tuple(store.shape)
@@ -152,7 +146,7 @@ class CheckpointReader:
         return read_parts(shape, sharding_of(shape), read)
 
     def _store(self, name: str) -> Any:
-        """Opens an array with TensorStore, once."""
+        """Opens an array with TensorStore on first use."""
         import tensorstore
 
         if name not in self._open:
@@ -171,19 +165,17 @@ class CheckpointReader:
             folder = self.path / ARRAYS_FOLDER
             raise CheckpointError(f"array {name!r} in {folder} cannot be read: {one_line(error)}") from error
 
-    def _check_place(self, entry: pathlib.Path) -> None:
-        """Raises `CheckpointError` unless this is a regular file inside the checkpoint."""
-        # Files of a repository of the Hugging Face Hub are links into its cache.
-        real, root = entry.resolve(), allowed_root(self.path)
-        if not real.is_relative_to(root) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
-            raise CheckpointError(f"{entry} is not a regular file of the checkpoint: not opened")
-
     def _verify_files(self, which: slice) -> None:
         """Compares files with their digests, several at once."""
-        # A link or device without a digest could still be opened as a part of an array.
+        # Reject links and devices: TensorStore could open them as parts of arrays even if they have no digest. In the
+        # Hugging Face cache, a snapshot's files are links to the repository's blobs.
+        root = allowed_root(self.path)
         for entry in self.path.rglob("*"):
-            if not entry.is_dir() or entry.is_symlink():
-                self._check_place(entry)
+            if entry.is_dir() and not entry.is_symlink():
+                continue
+            real = entry.resolve()
+            if not real.is_relative_to(root) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
+                raise CheckpointError(f"{entry} is not a regular file inside the checkpoint: not opened")
         files = list(self.files)[which]
         with ThreadPoolExecutor() as pool:
             found = pool.map(lambda file: file_digest(self.path / file, self.path), files)
@@ -191,7 +183,7 @@ class CheckpointReader:
                 if digest != self.files[file]:
                     problem = "is missing or unreadable" if digest is None else "differs from what was saved"
                     raise CheckpointError(f"{self.path / file}{_array_suffix(file, self.records)} {problem}")
-        # An array without a record would go unnoticed, and a record without an array belongs to a different checkpoint.
+        # An array without an entry would go unnoticed, and an entry without an array belongs to a different checkpoint.
         metadata = [file.split("/") for file in self.files if file.endswith("/.zarray")]
         stored = {parts[1].replace(".", "/") for parts in metadata if parts[0] == ARRAYS_FOLDER}
         for name in sorted(self.records.keys() ^ stored):
@@ -200,7 +192,7 @@ class CheckpointReader:
 
 
 def own_share() -> slice:
-    """Returns the files that this process verifies if all processes of the run read a checkpoint together."""
+    """Returns the slice of files that this process verifies when all processes read a checkpoint together."""
     return slice(jax.process_index(), None, jax.process_count())
 
 

@@ -40,18 +40,11 @@ from conversion.tensor_slice import ParamSpec
 from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
-from mtpjax.io import checkpoint
+from mtpjax.io import checkpoint, new_directory
 from mtpjax.io.array_files import StreamedArray, nest
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER, OTHER_TENSORS_FILE, SELF_CHECK_FILE
-from mtpjax.io.new_directory import (
-    copy_kept_files,
-    describe_directory,
-    module_layout,
-    read_original,
-    write_generation_config,
-)
 
 Progress = Callable[[int], Any]
 
@@ -66,16 +59,16 @@ def to_mtpjax(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Converts a Hugging Face directory to an mtpjax checkpoint, which also keeps the directory's other content.
+    """Converts a Hugging Face directory to an mtpjax checkpoint, which also keeps the directory's other contents.
 
     Args:
         source: the Hugging Face directory.
         target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
-        dtype: dtype to cast the parameters to. None keeps those of the files; block-quantized fp8 stays fp8.
-        model_type: the family to use instead of that of `config.json`.
-        allow_extra: keep unknown tensors outside the language model, instead of raising an error.
-        strict: raise an error for infinite or NaN weights instead of a warning.
-        progress: called with the number of bytes of each chunk that is converted.
+        dtype: dtype to cast the parameters to. None keeps the files' dtypes; block-quantized fp8 stays fp8.
+        model_type: the family to use instead of the one in `config.json`.
+        allow_extra: keep unknown tensors that do not belong to the language model, instead of raising an error.
+        strict: raise an error for infinite or NaN weights instead of warning.
+        progress: called with the size in bytes of each converted chunk.
 
     Raises:
         CheckpointFileError: the directory is damaged, incomplete or not supported.
@@ -98,7 +91,7 @@ def to_mtpjax(
         params = nest({path: plan.make_param(files, path, stream) for path in plan.specs})
 
         def write_rest(folder: pathlib.Path) -> None:
-            # Keep what is needed to export the same bytes: small files, headers, and other tensors.
+            # Keep everything that is needed to export the same bytes: small files, headers, and other tensors.
             (folder / HUGGINGFACE_FOLDER).mkdir()
             copy_files(folder / HUGGINGFACE_FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
@@ -122,34 +115,33 @@ def to_hugging_face(
     unless `dtype` casts the weights. Other models are written as the first family that can describe them.
 
     Args:
-        source: the checkpoint, or a run folder that holds one.
+        source: the checkpoint, or a run folder.
         target: the folder to write, which must be empty or missing. It appears only when it is complete.
-        dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
+        dtype: dtype to cast the weights to. `None` keeps the checkpoint's dtypes.
         model_type: the family to write, for a model that was not converted from a Hugging Face directory. None: the
             family of the checkpoint that training started from, or the first that can describe the model.
-        progress: called with the number of bytes of each block that is written.
+        progress: called with the size in bytes of each written block.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: no supported family can describe the model, or `model_type` is not that of the original.
+        ConfigError: no supported family can describe the model, or `model_type` differs from the original's.
         FileExistsError: `target` is not empty.
     """
-    # Read the metadata of the checkpoint, and of the directory that it was converted from.
+    # Read the metadata of the checkpoint, and of the directory from which it was converted.
     reader = CheckpointReader(find_checkpoint(source))
-    config, converted = reader.model_config(), read_original(reader)
+    config, converted = reader.model_config(), new_directory.read_original(reader)
     if converted is not None and model_type not in (None, converted.model_type):
-        raise ConfigError(
-            f"{reader.path} was converted from model_type {converted.model_type}, not from {model_type!r}"
-        )
-    original = converted or describe_directory(reader, config, model_type)
-    # Name the tensors as the original did: its layout, experts stacked or separate, copies of embedding and head.
+        raise ConfigError(f"{reader.path} was converted from model_type {converted.model_type!r}, not {model_type!r}")
+    original = converted or new_directory.describe_directory(reader, config, model_type)
+    # Name the tensors as in the original: its layout, experts stacked or separate, copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
-    # New files have the family's names, and stack experts where transformers expects it.
+    # New files use the family's names, and stack experts where transformers expects it.
     if converted is not None:
         layout, has = stored_layout(original.layout, config, before.__contains__), before.__contains__
     else:
-        layout, has = module_layout(original.layout, config), functools.partial(_is_stacked, original.layout)
+        layout = new_directory.module_layout(original.layout, config)
+        has = functools.partial(_is_stacked, original.layout)
     specs = param_specs(config, layout, has)
     tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
     entries = _tensor_entries(reader, specs, dtype, before if original.keeps_dtypes else {})
@@ -158,8 +150,8 @@ def to_hugging_face(
     scales = ScaleMap(scale_names, parse_config(original.content, original.model_type).block or (0, 0))
     # Tensors that are cast from fp8 lose their scales.
     dropped = {scale for name, scale in scales.names.items() if entries[name].dtype != E4M3}
-    # Repeat the original files, with their headers unless a tensor has changed, or make new ones. Tensors that are not
-    # parameters have no entry and do not change.
+    # Reproduce the original files, with their headers unless a tensor has changed, or make new ones. Tensors that are
+    # not parameters have no entry and do not change.
     shards = [] if converted else split_into_shards(entries.values())
     for file, (found, metadata) in parsed.items():
         wanted = tuple(entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped)
@@ -167,7 +159,7 @@ def to_hugging_face(
         shards.append(Shard(file, original.headers[file], wanted) if is_same else make_shard(file, wanted, metadata))
     assembler = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=scales, tied=tied)
     with atomic_folder(pathlib.Path(target).resolve()) as folder:
-        # Tensors of the original that are not parameters were kept in a separate file.
+        # The original's tensors that are not parameters were kept in a separate file.
         has_others = OTHER_TENSORS_FILE in reader.files
         kept = CheckpointFiles(reader.path, only=OTHER_TENSORS_FILE) if has_others else contextlib.nullcontext()
         with kept as other:
@@ -178,19 +170,19 @@ def to_hugging_face(
                 return assembler.blocks(entry)
 
             write_shards(folder, shards, blocks, progress)
-        # Copy the small files. Configuration and index are rewritten if a header has changed.
+        # Copy the small files. If a header has changed, rewrite the configuration and the index.
         content = None
         if [shard.header for shard in shards] != list(original.headers.values()):
             dtypes = {str(entry.dtype) for entry in entries.values()}
             is_dropped = bool(dropped) and all(entries[name].dtype != E4M3 for name in scales.names)
             content = edit_config(original.content, layout, dtypes=dtypes, drop_quantization=is_dropped)
-        copy_kept_files(reader, folder, {"config.json", INDEX} if content else set())
+        new_directory.copy_kept_files(reader, folder, {"config.json", INDEX} if content else set())
         if content:
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
             if converted is None:
-                write_generation_config(folder, content)
-        # Include the acceptance that training measured, for `check_acceptance` on the export.
+                new_directory.write_generation_config(folder, content)
+        # Include the acceptance measured in training, for `check_acceptance` on the export.
         if (record := reader.metadata.get("self_check")) is not None:
             (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")
 
@@ -202,9 +194,9 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Progr
     disk space as the whole model.
 
     Args:
-        source: a full Hugging Face checkpoint, an mtpjax checkpoint, or a run folder that holds one.
+        source: a full Hugging Face checkpoint, an mtpjax checkpoint, or a run folder.
         target: the folder to write. It appears only when it is complete; an older export is replaced.
-        model_type: the family to use instead of that of the checkpoint.
+        model_type: the family to use instead of the checkpoint's.
 
     Raises:
         FileExistsError: `target` is neither empty nor an export.
@@ -227,7 +219,7 @@ def _is_stacked(layout: Layout, name: str) -> bool:
 def _tensor_entries(
     reader: CheckpointReader, specs: dict[str, ParamSpec], dtype, before: dict[str, TensorInfo]
 ) -> dict[str, TensorEntry]:
-    """Lists the tensors of all parameters, in `dtype`, or that of the original tensor, or of the stored array."""
+    """Lists all parameters' tensors, with `dtype`, else the original tensor's dtype, else the stored array's."""
     entries = {}
     for path, spec in specs.items():
         # A quantized parameter is stored as two arrays; the values have its shape.
@@ -236,8 +228,8 @@ def _tensor_entries(
             raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")
         kind = np.dtype(record["dtype"] if dtype is None else dtype)
         entries |= {piece.name: TensorEntry(piece.name, kind, piece.shape) for piece in spec.slices}
-    # Tensors of several dtypes have become one float32 parameter: each gets its dtype back, fp8 only if the checkpoint
-    # keeps its scales.
+    # Tensors with different dtypes were joined into one float32 parameter. Each gets its dtype back; fp8 only if the
+    # checkpoint keeps its scales.
     if dtype is None:
         kept = {piece.name for path in reader.scaled for piece in specs[path].slices}
         names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]

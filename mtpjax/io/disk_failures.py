@@ -1,4 +1,4 @@
-"""Reports a full or failing disk as one `OSError`, if possible before arrays are written."""
+"""Reports a full or failing disk as a single `OSError`, if possible before arrays are written."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
     space = os.statvfs(folder)
     blocks = 0
     for array in arrays.values():
-        # A file per chunk and a description; files take whole blocks.
+        # One file per chunk, and one for the metadata; files take whole blocks.
         chunks = getattr(array, "chunks", None) or array.shape
         count = math.prod(-(-size // step) for size, step in zip(array.shape, chunks, strict=True))
         blocks += count * -(-math.prod(chunks) * array.dtype.itemsize // space.f_frsize) + 1
@@ -33,9 +33,9 @@ def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
-    """Converts write failures of Orbax and TensorStore to one `OSError`.
+    """Converts write failures of Orbax and TensorStore to a single `OSError`.
 
-    Until their threads and event loops have ended, both also print tracebacks to stderr; these are suppressed.
+    Both also print tracebacks to stderr until their threads and event loops have ended; these are suppressed.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     level = log.level
@@ -43,7 +43,7 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
         log.setLevel(logging.CRITICAL + 1)
         sys.unraisablehook = lambda unraisable: None
         yield
-    # TensorStore's statuses are ValueErrors, and so are errors of the files that arrays are streamed from.
+    # TensorStore raises ValueErrors. Errors in the files from which arrays are streamed are ValueErrors too.
     except (OSError, ValueError) as error:
         _wait_until_quiet(folder)
         if isinstance(error, (OSError, CheckpointError)):
@@ -55,7 +55,7 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _wait_until_quiet(folder: pathlib.Path) -> None:
-    """Waits until running writes have ended: two checks in a row find the same files."""
+    """Waits until running writes have ended, which is when two checks in a row find the same files."""
     before: set[pathlib.Path] | None = None
     for _ in range(QUIET_ATTEMPTS):
         found = set(folder.parent.rglob("*"))

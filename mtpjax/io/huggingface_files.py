@@ -1,7 +1,7 @@
 """The files of a Hugging Face directory that an mtpjax checkpoint keeps. Imports no JAX.
 
 huggingface/              config.json, tokenizer and other small files, byte for byte
-huggingface.json          model type and the headers of the safetensors files, so that export can repeat them
+huggingface.json          model type and the headers of the safetensors files, so that export can reproduce them
 huggingface.safetensors   tensors that are not parameters of the model, such as a vision tower
 """
 
@@ -13,14 +13,15 @@ from mtpjax.io.tiktoken_files import TIKTOKEN_FILE, tokenizer_json
 from mtpjax.safe_open import is_gguf, parse_json, read_inside
 
 HUGGINGFACE_FOLDER, HEADERS_FILE, OTHER_TENSORS_FILE = "huggingface", "huggingface.json", "huggingface.safetensors"
-SELF_CHECK_FILE = "mtpjax_self_check.json"  # acceptance that training measured, in an exported directory
-MAX_TOKENIZER_BYTES = 64 << 20  # maximum size of a tokenizer.json; published ones have 7 to 20 MB
+SELF_CHECK_FILE = "mtpjax_self_check.json"  # in an exported directory, the acceptance measured in training
+MAX_TOKENIZER_BYTES = 64 << 20  # maximum size of a tokenizer.json; published files have 7 to 20 MB
 
 
 def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> bytes | None:
-    """Reads a small file of a checkpoint, such as its tokenizer; from a GGUF file, the equivalent content.
+    """Reads a small file of a checkpoint, such as its tokenizer.
 
-    A directory whose tokenizer is a `tiktoken.model` has the equivalent `tokenizer.json`.
+    For a GGUF file, it returns the equivalent content. For a directory with a `tiktoken.model` but no `tokenizer.json`,
+    it returns the equivalent `tokenizer.json`.
 
     Args:
         max_bytes: the maximum size in bytes.
@@ -50,7 +51,7 @@ def huggingface_folder(path) -> pathlib.Path:
     """Finds the folder of a checkpoint's Hugging Face files, such as the tokenizer.
 
     Args:
-        path: an mtpjax checkpoint, a run folder, a Hugging Face directory, or a repository of the Hugging Face Hub, of
+        path: an mtpjax checkpoint, a run folder, a Hugging Face directory, or a Hugging Face Hub repository, from
             which only the tokenizer's files are downloaded.
 
     Returns:
@@ -65,21 +66,21 @@ def read_kept_config(path) -> bytes | None:
     """Reads the Hugging Face `config.json` of a checkpoint.
 
     Args:
-        path: a Hugging Face directory, a GGUF file, an mtpjax checkpoint, or a run folder that holds one.
+        path: a Hugging Face directory, a GGUF file, an mtpjax checkpoint, or a run folder.
 
     Returns:
-        The content; None for an mtpjax checkpoint without one, such as a model from a preset.
+        The content; None for an mtpjax checkpoint without a Hugging Face `config.json`, such as a model from a preset.
     """
     found = find_checkpoint(path)
     folder = huggingface_folder(found)
-    # Without that folder, the `config.json` of an mtpjax checkpoint is not a Hugging Face one.
+    # The `config.json` in the root of an mtpjax checkpoint is not a Hugging Face one.
     if folder == found and is_checkpoint(found):
         return None
     return read_small_file(folder, "config.json")
 
 
 def read_vocab_size(path) -> int | None:
-    """Returns the size of a model's vocabulary; None if no `config.json` states it."""
+    """Returns a model's vocabulary size; None if no `config.json` gives it."""
     found = checkpoint_of_run(resolve(path, weights=False))
     own = read_config(found)
     try:
@@ -94,7 +95,7 @@ def read_vocab_size(path) -> int | None:
 def count_token_ids(path) -> int | None:
     """Counts the token ids that a checkpoint's tokenizer defines.
 
-    Embedding tables are often padded. Rows from this count on belong to no token.
+    Embedding tables are often padded: rows from this index on belong to no token.
 
     Args:
         path: an mtpjax checkpoint, or a Hugging Face directory.

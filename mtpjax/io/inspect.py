@@ -27,9 +27,9 @@ from mtpjax.models.decoding_layout import find_copies, param_part_spec
 from mtpjax.models.sharding import mesh_text, num_shards
 from mtpjax.safe_open import is_gguf
 
-LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its start
-UNQUANTIZED = ("F64", "F32", "F16", "BF16")  # llama.cpp's types of plain numbers
-# The reported names of `LayerKind.attention`: Hugging Face's layer_types, which have no name for latent attention.
+LINE_WIDTH, NAME_WIDTH = 80, 14  # width in characters of a printed line, and of the name at its start
+UNQUANTIZED = ("F64", "F32", "F16", "BF16")  # llama.cpp's unquantized types
+# The reported name of each `LayerKind.attention`, as in Hugging Face's layer_types, which do not name latent attention.
 ATTENTION_NAMES = {"grouped": "full_attention", "delta": "linear_attention", "latent": "latent_attention"}
 
 
@@ -38,14 +38,15 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
     Args:
         path: the checkpoint, or a run folder.
-        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; None: one device.
-        model_type: the family to use instead of the one that `config.json` names.
+        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; by default, one device.
+        model_type: the family to use instead of the one in `config.json`.
 
     Returns:
         JSON values: format, family, dtypes of the tensors after reading ("dtypes") and llama.cpp's types in a GGUF file
         ("stored_types"), files, missing and unknown tensors, the configuration, the number of trunk layers by kind of
-        attention, and the number and bytes of parameters; "copies", the dimensions that are replicated because the mesh
-        does not divide them; "problems", the first of which loading raises; and "notes", about which loading warns.
+        attention, and the number and bytes of parameters; "copies", the dimensions that are replicated because they are
+        not divisible by their mesh axis; "problems", the first of which loading raises as an error; and "notes", which
+        loading logs as warnings.
     """
     found = find_checkpoint(path)
     # `config`, `sizes` and `scaled` are intermediate values; the rest is reported.
@@ -56,7 +57,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     facts["bytes"] = sum(facts["shards"].values())
     facts["parameters"] = count_parameters(config)
     facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
-    # Sharding is that of `mtpjax.load(mesh=...)`; arrays are replicated along axes that they do not use.
+    # Use the sharding of `mtpjax.load(mesh=...)`. Arrays are replicated along axes that they do not use.
     mesh = mesh or {}
     facts["mesh"] = mesh
     facts["bytes_per_device"] = sum(
@@ -70,11 +71,11 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
 
 def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, dict]:
-    """Returns configuration and abstract parameters (shapes and dtypes) of a checkpoint, without reading weights.
+    """Returns a checkpoint's configuration and abstract parameters (shapes and dtypes), without reading weights.
 
     Args:
-        path: the checkpoint, or a run folder that holds one.
-        model_type: the family to use instead of the one that `config.json` names.
+        path: the checkpoint, or a run folder.
+        model_type: the family to use instead of the one in `config.json`.
     """
     found = find_checkpoint(path)
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
@@ -87,7 +88,7 @@ def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, 
 def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
     """Counts the trunk's layers by kind of attention.
 
-    Returns numbers of layers: "full_attention" (grouped-query), "sliding_attention" (the same within a window),
+    The kinds are "full_attention" (grouped-query), "sliding_attention" (grouped-query within a window),
     "linear_attention" (gated delta rule), "latent_attention" (multi-head latent), and "sparse_latent_attention"
     (latent, with an indexer).
     """
@@ -103,9 +104,9 @@ def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Counts a model's parameters.
 
-    Returns "trunk" (including embedding and head) and "mtp" (the MTP modules), and as "active" and "mtp_active" the
-    parameters in matrix products of one token: `num_experts_per_tok` of the routed experts, and the embedding only if
-    it is also the head.
+    Returns "trunk" (including embedding and head) and "mtp" (the MTP modules). "active" and "mtp_active" count only the
+    parameters in one token's matrix products: `num_experts_per_tok` of the routed experts, and the embedding only if it
+    is also the head.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
     # All layouts have the same parameters, so use the default one.
@@ -113,7 +114,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
         part = "mtp" if path.startswith("mtp_") else "trunk"
         number = math.prod(spec.shape)
         counts[part] += number
-        # A token uses some of the routed experts.
+        # A token uses only some of the routed experts.
         if path.endswith(("experts/gate_up", "experts/down")):
             number = number // config.n_routed_experts * config.num_experts_per_tok
         # The embedding is a table look-up, unless it is also the head.
@@ -124,7 +125,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def format_lines(facts: dict[str, Any]) -> list[str]:
-    """Formats the result of `inspect` as a table of 80 columns. Long paths and names are not broken."""
+    """Formats the result of `inspect` as a table 80 characters wide. Long paths and names are not wrapped."""
     config, parameters, quantization = facts["configuration"], facts["parameters"], facts["quantization"]
     experts = "dense"
     if config["n_routed_experts"]:
@@ -138,9 +139,8 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         if quantization:
             quantized = f"{', '.join(quantization['types'])}, dequantized when the file is loaded"
     layers = ", ".join(f"{count} {kind}" for kind, count in facts["attention"].items())
-    sizes = (
-        f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, context {config['max_position_embeddings']}"
-    )
+    sizes = f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, "
+    sizes += f"context {config['max_position_embeddings']}"
     files = f"{count_of(len(facts['shards']), 'shard')}, {count_of(facts['tensors'], 'tensor')}"
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),
@@ -161,7 +161,7 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
     rows += [("copies", problem) for problem in facts["copies"]]
     rows += [("note", note) for note in facts["notes"]]
     rows += [("not loadable", problem) for problem in facts["problems"][:4]]
-    # List tied, other, missing and unknown tensors, with a few names of each.
+    # Count tied, other, missing and unknown tensors, and list a few names of each.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
         if found:
@@ -226,7 +226,7 @@ def _param_sizes(plan: LoadPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], n
 
 
 def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
-    # Hashing every file would take minutes for a large checkpoint; loading does it.
+    # Do not verify digests here: for a large checkpoint, hashing takes minutes. Loading verifies them.
     stored = CheckpointReader(path, verify=False)
     config = stored.model_config()
     sizes = {name: (tuple(record["shape"]), np.dtype(record["dtype"])) for name, record in stored.records.items()}

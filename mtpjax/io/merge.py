@@ -30,36 +30,34 @@ def merge_mtp(
     model_type: str | None = None,
     progress: Callable[[int], Any] | None = None,
 ) -> MergeReport:
-    """Writes the Hugging Face checkpoint `base` with the MTP modules of `modules` to `target`.
+    """Writes the Hugging Face checkpoint `base`, with the MTP modules from `modules`, to `target`.
 
     Args:
         base: a full Hugging Face checkpoint or a GGUF file, with or without MTP modules. Modules that it lacks are
             written to a new file.
-        modules: a folder that `mtpjax export-mtp` wrote, a full Hugging Face checkpoint or GGUF file such as the
-            original release of a fine-tuned model, an mtpjax checkpoint, or a run folder.
+        modules: a folder written by `mtpjax export-mtp`, a full Hugging Face checkpoint or GGUF file (such as the
+            original release of a fine-tuned model), an mtpjax checkpoint, or a run folder.
         target: the folder to write. It appears only when it is complete.
-        model_type: the family of `base`, instead of that of its `config.json`.
-        progress: called with the number of bytes of each block that is written.
+        model_type: the family to read `base` as, instead of the one in its `config.json`.
+        progress: called with the size in bytes of each written block.
 
     Returns:
-        The numbers of the modules' tensors that equal those of `base`, replaced one, or were added.
+        How many of the modules' tensors are equal to tensors in `base`, replaced one, or were added.
 
     Raises:
-        CheckpointError: a checkpoint is damaged, or the two do not fit.
+        CheckpointError: a checkpoint is damaged, or the two do not match.
     """
     path = find_checkpoint(modules)
     with contextlib.ExitStack() as opened:
         files = opened.enter_context(open_checkpoint(base))
         plan = make_plan(files, model_type=model_type, is_copied=True)
-        # The parameters of a trained checkpoint get the names of the base; the others have Hugging Face names.
+        # Parameters of a trained checkpoint get the base's tensor names; the others already have Hugging Face names.
         if is_checkpoint(path):
             found = _module_tensors(CheckpointReader(path), plan, base)
         elif is_gguf(path) or (path / "config.json").is_file():
             found = read_modules(opened.enter_context(open_checkpoint(path)), files, plan)
         else:
-            raise CheckpointFileError(
-                f"{modules} is neither an export of MTP modules nor a checkpoint: it has no config.json"
-            )
+            raise CheckpointFileError(f"{modules} is neither an MTP export nor a checkpoint: it has no config.json")
         return merge_tensors(files, plan, found, target, progress=progress)
 
 
@@ -68,7 +66,7 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan, base) -> ModuleTen
     config = reader.model_config()
     if not config.num_mtp_modules:
         raise CheckpointFileError(f"{reader.path} has no MTP modules")
-    # The trunk must be that of the base. Settings of modules, and those from the tokenizer, are not compared.
+    # The trunk must match the base's. Settings of the modules, and those from the tokenizer, are not compared.
     ignored = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")
     expected = dataclasses.replace(plan.config, **{name: getattr(config, name) for name in ignored})
     differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
@@ -78,7 +76,7 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan, base) -> ModuleTen
         raise CheckpointFileError(
             f"{reader.path} is a different model from {base}: it differs in {', '.join(differing)}"
         )
-    # Name the tensors as the base does, with experts stacked or separate.
+    # Name the tensors as in the base, with experts stacked or separate.
     stored_names = {piece.name for spec in plan.specs.values() for piece in spec.slices}
     specs = {
         path: spec

@@ -1,4 +1,4 @@
-"""The files other than weights of an exported Hugging Face directory."""
+"""Describes and writes an exported Hugging Face directory's files other than weights."""
 
 import dataclasses
 import json
@@ -29,16 +29,16 @@ class OriginalDirectory(NamedTuple):
     model_type: str
     content: dict[str, Any]  # of config.json
     headers: dict[str, bytes]  # by file; empty if the checkpoint was not converted
-    keeps_dtypes: bool = False  # the conversion did not cast the weights
+    keeps_dtypes: bool = False  # whether the conversion kept the weights' dtypes
 
     @property
     def layout(self) -> Layout:
-        """The naming of the family's tensors."""
+        """The family's tensor names."""
         return FAMILIES[self.model_type].layout
 
 
 def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
-    """Reads what a converted checkpoint keeps of the original Hugging Face directory; None if it was not converted."""
+    """Reads what a converted checkpoint keeps from its Hugging Face directory; None if it was not converted."""
     if HEADERS_FILE not in reader.files:
         return None
     kept = _read_object(reader, HEADERS_FILE)
@@ -47,7 +47,7 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
         raise CheckpointFileError(
             f"{reader.path / HEADERS_FILE} is damaged: it lacks headers or a supported model_type"
         )
-    # Files with these names are written: a path could lead out of the target.
+    # Files with these names will be written, and a path could lead out of the target.
     for file, text in headers.items():
         if pathlib.PurePath(file).name != file or not file.endswith(".safetensors") or not isinstance(text, str):
             raise CheckpointFileError(
@@ -61,12 +61,13 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
 
 
 def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type: str | None) -> OriginalDirectory:
-    """Describes the directory of a model that was not converted: its family and `config.json`.
+    """Describes the directory for a model that was not converted: its family and `config.json`.
 
-    A model that was trained from a Hugging Face checkpoint keeps the family and other keys of its configuration.
+    A model that was trained from a Hugging Face checkpoint keeps that checkpoint's family and other configuration keys.
 
     Args:
-        model_type: the family to use; None: that of the checkpoint that training started from, or the first that fits.
+        model_type: the family to use; by default, the family of the checkpoint that training started from, or else the
+            first that fits.
     """
     initial = _initial_config(reader)
     if initial is not None and model_type in (None, initial["model_type"]):
@@ -85,7 +86,7 @@ def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type
 
 
 def module_layout(layout: Layout, config: ModelConfig) -> Layout:
-    """Returns the layout of a new directory, with separate names for modules that share nothing."""
+    """Returns a new directory's layout, with separate tensor names for each module if there are several."""
     is_shared = layout.mtp == "mtp" and config.num_mtp_modules > 1
     return dataclasses.replace(layout, mtp="mtp_each") if is_shared else layout
 
@@ -96,20 +97,18 @@ def copy_kept_files(reader: CheckpointReader, folder: pathlib.Path, without: set
     Args:
         without: names of files to omit.
     """
+    # Copy only files with verified digests that are directly in the folder or are additional chat templates.
+    sources = (HUGGINGFACE_FOLDER, f"{HUGGINGFACE_FOLDER}/{ADDITIONAL_TEMPLATES}")
     for file in sorted(reader.files):
-        # Only files with verified digests that are directly in the folder or are chat templates.
-        place = pathlib.PurePosixPath(file)
-        if not place.is_relative_to(HUGGINGFACE_FOLDER) or place.name in without:
-            continue
-        kept = folder / place.relative_to(HUGGINGFACE_FOLDER)
-        if kept.parent not in (folder, folder / ADDITIONAL_TEMPLATES):
-            continue
-        kept.parent.mkdir(exist_ok=True)
-        kept.write_bytes(read_kept(reader.path, file))
+        path = pathlib.PurePosixPath(file)
+        if str(path.parent) in sources and path.name not in without:
+            kept = folder / path.relative_to(HUGGINGFACE_FOLDER)
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_bytes(read_kept(reader.path, file))
 
 
 def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes `generation_config.json` from the special tokens of `config.json`, unless the file is there."""
+    """Writes `generation_config.json` with the special token ids from `config.json`, unless the file exists."""
     if (folder / GENERATION_CONFIG).exists():
         return
     values = {name: content[name] for name in TOKEN_IDS if content.get(name) is not None}
@@ -117,11 +116,11 @@ def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> No
 
 
 def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
-    """Returns the `config.json` of the checkpoint that training started from, converted to a text model's."""
+    """Returns the `config.json` of the checkpoint that training started from, reduced to the text model's settings."""
     if KEPT_CONFIG not in reader.files:
         return None
     values = _read_object(reader, KEPT_CONFIG)
-    # Of a multimodal model, only the text model was trained.
+    # If the model is multimodal, only its text model was trained.
     if isinstance(values.get("text_config"), dict):
         model_type = f"{values.get('model_type')}_text"
         outer = {key: values[key] for key in ("dtype", "torch_dtype") if key in values}
@@ -135,7 +134,7 @@ def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
 
 
 def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the special token ids of the checkpoint's tokenizer files, or of the byte tokenizer."""
+    """Returns the special token ids from the checkpoint's tokenizer files, or of the byte tokenizer."""
     file = f"{HUGGINGFACE_FOLDER}/{GENERATION_CONFIG}"
     if file in reader.files:
         return {key: value for key, value in _read_object(reader, file).items() if key in TOKEN_IDS}

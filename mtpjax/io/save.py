@@ -33,12 +33,9 @@ def save(
         model: the model; its `config` is saved.
         params: the parameters, as from `init_params`, `load`, or a `TrainState`. Stacked trunk layers of a model with
             `scan_layers` are saved unstacked, as decoding needs them.
-        tokenizer: a folder with a `tokenizer.json`, or a tokenizer of mtpjax, transformers or tokenizers. None: a model
-            with `vocab_size` 256 uses the byte tokenizer; others have no tokenizer.
+        tokenizer: a folder with a `tokenizer.json`, or a tokenizer object of mtpjax, transformers or tokenizers. None:
+            a model with `vocab_size` 256 uses the byte tokenizer; other models have no tokenizer.
         metadata: additional JSON values to store, such as the number of steps.
-
-    Returns:
-        None.
 
     Raises:
         ValueError: the parameters do not match the model, the metadata contain NaN, or the tokenizer has no
@@ -63,7 +60,7 @@ def save(
     if model.scan_layers:
         model, params = model.clone(scan_layers=False), unstack_layers(params, model.config)
     writer = None if tokenizer is None else _TokenizerWriter(tokenizer, model.config.vocab_size)
-    # Exports need to know the byte tokenizer, whose token 0 ends a text.
+    # Record the tokenizer's kind: exports must know the byte tokenizer, whose token 0 ends a text.
     kind = {"tokenizer": "huggingface"} if writer else {"tokenizer": "bytes"}
     if not writer and model.config.vocab_size != NUM_BYTES:
         kind = {}
@@ -71,7 +68,7 @@ def save(
 
 
 class _TokenizerWriter:
-    """Writes the files of any tokenizer, and checks them."""
+    """Writes the files of any supported tokenizer, and checks them."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.tokenizer, self.vocab_size, self.folder = tokenizer, vocab_size, None
@@ -94,7 +91,7 @@ class _TokenizerWriter:
                 if content is not None:
                     (folder / name).parent.mkdir(exist_ok=True)
                     (folder / name).write_bytes(content)
-        # transformers writes a folder; the tokenizers package, one file.
+        # transformers writes a folder; the tokenizers package writes one file.
         elif hasattr(self.tokenizer, "save_pretrained"):
             self.tokenizer.save_pretrained(str(folder))
         elif hasattr(self.tokenizer, "to_str"):

@@ -1,7 +1,7 @@
-"""Converts a `tiktoken.model` to a `tokenizer.json` of the tokenizers package.
+"""Converts a `tiktoken.model` to a `tokenizer.json` for the tokenizers package.
 
-A `tiktoken.model` lists only tokens and their ranks. The pattern that splits text into words is in Python code of the
-checkpoint, which is not run; this module has the patterns of known classes.
+A `tiktoken.model` lists only tokens and their ranks. The pattern that splits text into words is in the checkpoint's
+Python code, which mtpjax does not run, so this module has the patterns of known tokenizer classes.
 """
 
 import base64
@@ -16,7 +16,7 @@ from mtpjax.errors import TokenizerError, printable
 from mtpjax.safe_open import parse_json, read_inside
 
 TIKTOKEN_FILE = "tiktoken.model"
-MAX_BYTES, MAX_TOKEN_BYTES = 16 << 20, 1024  # Kimi-K2: 3 MB, and 128 bytes
+MAX_BYTES, MAX_TOKEN_BYTES = 16 << 20, 1024  # Kimi-K2 has 3 MB and 128 bytes
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -36,7 +36,7 @@ PATTERNS = {"TikTokenTokenizer": _KIMI}  # by `tokenizer_class`; Kimi-K2 and lat
 
 
 def tokenizer_json(folder: pathlib.Path) -> bytes | None:
-    """Returns the `tokenizer.json` of a directory with a `tiktoken.model`; None if there is no such file."""
+    """Returns the `tokenizer.json` for a directory with a `tiktoken.model`; None if it has no such file."""
     ranks = read_inside(folder, TIKTOKEN_FILE, max_bytes=MAX_BYTES)
     if ranks is None:
         return None
@@ -50,7 +50,7 @@ def _convert(content: bytes, settings_content: bytes, folder: str) -> bytes:
     ranks = _parse_ranks(content, f"{folder}/{TIKTOKEN_FILE}")
     special = _added_tokens(settings["added_tokens_decoder"], ranks, f"{folder}/tokenizer_config.json")
     names = {token: "".join(map(LETTER_OF_BYTE.__getitem__, token)) for token in ranks}
-    # The package assigns an added token the next free id unless the vocabulary has it, but special tokens leave gaps.
+    # Special token ids have gaps. The package gives an added token the next free id unless the vocabulary has it.
     vocabulary = {names[token]: rank for token, rank in ranks.items()}
     vocabulary |= {each["content"]: each["id"] for each in special}
     if len(vocabulary) < len(ranks) + len(special):
@@ -73,18 +73,18 @@ def _convert(content: bytes, settings_content: bytes, folder: str) -> bytes:
 
 
 def _parse_settings(content: bytes, folder: str) -> dict[str, Any]:
-    """Parses a `tokenizer_config.json`, which must have a known class and list the special tokens."""
+    """Parses a `tokenizer_config.json`, which must name a known class and list the special tokens."""
     try:
         settings = parse_json(content)
     except ValueError as error:
         raise TokenizerError(f"{folder}/tokenizer_config.json is not JSON: {error}") from error
     settings = settings if isinstance(settings, dict) else {}
-    if settings.get("tokenizer_class") not in list(PATTERNS):  # a list also compares values that have no hash
+    if settings.get("tokenizer_class") not in list(PATTERNS):  # a list, because the value may be unhashable
         raise TokenizerError(
             f"{folder} has a {TIKTOKEN_FILE} and no tokenizer.json. Its tokenizer_class is "
-            f"{printable(repr(settings.get('tokenizer_class')), 60)}, whose pattern of words is in code that is not "
-            f"run; supported: {', '.join(PATTERNS)}. Add a tokenizer.json to the folder, for example with "
-            "transformers.convert_slow_tokenizer.TikTokenConverter"
+            f"{printable(repr(settings.get('tokenizer_class')), 60)}; the split pattern of that class is only in "
+            f"remote code, which mtpjax does not run; supported: {', '.join(PATTERNS)}. Add a tokenizer.json to the "
+            "folder, for example with transformers.convert_slow_tokenizer.TikTokenConverter"
         )
     if not isinstance(settings.get("added_tokens_decoder"), dict):
         raise TokenizerError(
@@ -94,7 +94,7 @@ def _parse_settings(content: bytes, folder: str) -> dict[str, Any]:
 
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
-    """Parses lines with a token in base64 and its rank, which is its id."""
+    """Parses lines that each have a token in base64 and its rank, which is also its id."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
@@ -107,12 +107,12 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
         if not 0 < len(token) <= MAX_TOKEN_BYTES or not 0 <= rank < 1 << 31 or token in ranks:
             raise TokenizerError(
                 f"{path}, line {number}: a token of {len(token)} bytes with rank {rank}; tokens must have 1 to "
-                f"{MAX_TOKEN_BYTES} bytes, be unique, and have ranks from 0"
+                f"{MAX_TOKEN_BYTES} bytes, be unique, and have ranks from 0 on"
             )
         ranks[token] = rank
     if len(set(ranks.values())) < len(ranks):
         raise TokenizerError(f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks")
-    # Text with a byte that is not a token could not be encoded.
+    # A text that contains a byte without a token could not be encoded.
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise TokenizerError(f"{path}: {len(missing)} of the 256 bytes are not tokens, the first is {missing[0]:#04x}")
@@ -120,10 +120,10 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Lists pairs of tokens that merge into a token, in the order of that token's rank.
+    """Lists the pairs of tokens that merge into a token, ordered by that token's rank.
 
-    tiktoken merges the neighbours whose joined bytes have the lowest rank, regardless of how they are split. So every
-    split of a token into two tokens is a merge.
+    tiktoken merges the adjacent tokens whose joined bytes have the lowest rank, regardless of where they are split. So
+    every split of a token into two tokens is a merge.
     """
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -141,8 +141,8 @@ def _added_tokens(entries: dict[str, Any], ranks: dict[bytes, int], path: str) -
         is_id = index.isascii() and index.isdigit() and len(index) < 10
         if not isinstance(name, str) or not name or not is_id or int(index) in taken:
             raise TokenizerError(
-                f"{path}: added_tokens_decoder has {printable(repr(index), 40)}: {printable(repr(entry), 100)}, not an "
-                f"id above the {len(ranks)} ranks and an object with content"
+                f"{path}: added_tokens_decoder has {printable(repr(index), 40)}: {printable(repr(entry), 100)}; it "
+                f"must have an unused id above the {len(ranks)} ranks, and an object with content"
             )
         flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
         taken.add(int(index))

@@ -356,7 +356,7 @@ def test_tensors_of_several_dtypes_become_float32_with_a_warning(tmp_path, caplo
     part = "midlayer.mlp.gate_proj.weight"
     path = variant(tmp_path / "draft", "eagle3", tensors={part: _tensor("eagle3", part).astype(ml_dtypes.bfloat16)})
     found = read_drafter(path, TRUNK)
-    named = [line for line in caplog.messages if "1 parameter with tensors of several dtypes" in line]
+    named = [line for line in caplog.messages if "1 parameter with tensors of different dtypes" in line]
     assert len(named) == 1 and f"{part} bfloat16" in named[0] and "read as float32" in named[0]
     assert {leaf.dtype for leaf in jax.tree.leaves(found.params)} == {np.dtype(np.float32)}
 

@@ -209,7 +209,7 @@ def test_new_modules_are_added_to_a_plain_checkpoint(tmp_path, key):
 
 def test_what_does_not_fit_is_refused(exported, tmp_path, key):
     source = path("deepseek_v3_fp8")
-    with pytest.raises(CheckpointFileError, match="neither an export"):
+    with pytest.raises(CheckpointFileError, match="neither an MTP export"):
         merge_mtp(source, tmp_path, tmp_path / "merged")
     shutil.copytree(exported("deepseek_v3_fp8"), tmp_path / "modules")
     tensors = load_file(tmp_path / "modules" / EXPORT_FILE)

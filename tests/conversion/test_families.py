@@ -60,7 +60,11 @@ def test_every_key_is_known_and_written_again(name):
             "sinks only in layers with full attention",
         ),
         ("step3p5", {"layer_types": ["full_attention"] * 4}, "must list the types of 4 layers and 2 MTP modules"),
-        ("step3p5", {"rope_theta": [1e4, 2e4, 3e4, 1e4, 2e4, 2e4]}, "within layers of type sliding_attention"),
+        (
+            "step3p5",
+            {"rope_theta": [1e4, 2e4, 3e4, 1e4, 2e4, 2e4]},
+            "sliding_attention must share one rope_theta",
+        ),
         ("step3p5", {"use_rope_layers": [True, False] * 3}, "false entries"),
         ("step3p5", {"swiglu_limits": [0.0] * 5 + [7.0]}, "with bounds for MTP modules"),
         ("step3p5", {"moe_layers_enum": "1,5"}, "moe_layers_enum with MTP modules"),

@@ -189,7 +189,7 @@ def test_exponents_are_written_back(tmp_path):
 
 
 def test_other_scales_are_refused(tmp_path):
-    assert "holds scales of unsupported dtype int32" in problem_of(fp8_source(tmp_path, "I32"))
+    assert "has scales of unsupported dtype int32" in problem_of(fp8_source(tmp_path, "I32"))
     nan = rewrite(fp8_source(tmp_path, "U8"), tmp_path / "nan", lambda name, a: a | 255 if "_scale_inv" in name else a)
     with pytest.raises(CheckpointFileError, match="255, which is NaN"):
         mtpjax.load(nan)
@@ -227,7 +227,7 @@ def test_q_k_and_v_of_several_dtypes_become_float32(tmp_path, caplog):
     change = lambda name, array: array.astype(next((kinds[k] for k in kinds if k in name), array.dtype))
     source = rewrite(path("qwen3"), tmp_path / "source", change)
     _, params = mtpjax.load(source)
-    assert "of several dtypes, read as float32" in caplog.text
+    assert "of different dtypes, read as float32" in caplog.text
     with CheckpointFiles(source) as files:
         name = "model.layers.0.self_attn.{}_proj.weight"
         stored = [files.read(name.format(each)).astype(np.float32) for each in "qkv"]
@@ -235,7 +235,7 @@ def test_q_k_and_v_of_several_dtypes_become_float32(tmp_path, caplog):
     assert qkv.dtype == np.float32
     for part, weight in zip((qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]), stored, strict=True):
         np.testing.assert_array_equal(part.reshape(len(qkv), -1), weight.T)
-    assert any("of several dtypes" in line for line in format_lines(inspect(source)))
+    assert any("of different dtypes" in line for line in format_lines(inspect(source)))
     assert_round_trip(source, tmp_path)
 
 

@@ -95,7 +95,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 def test_settings_of_a_source_without_effect_are_refused(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("text")
-    with pytest.raises(ValueError, match=r"pattern '\*.txt' chooses files of a folder, and .*book.txt is a file"):
+    with pytest.raises(ValueError, match=r"pattern '\*.txt' selects files in a folder, but .*book.txt is a file"):
         list_data_files(file, "*.txt")
     with pytest.raises(ValueError, match=r"pattern '\*.txt' is unused: it needs a path"):
         Source(pattern="*.txt")

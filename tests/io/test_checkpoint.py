@@ -161,7 +161,7 @@ def test_parts_unlike_their_record_are_refused(split, tmp_path, key, value):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with pytest.raises(CheckpointError) as error:
         CheckpointReader(copy).place("block/kernel", lambda shape: here)
-    assert f"'block/kernel' in {copy / 'params'} has {key} {found}; saved was {value}" in str(error.value)
+    assert f"'block/kernel' in {copy / 'params'} has {key} {found}; expected {value}" in str(error.value)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -206,7 +206,7 @@ def test_an_array_unlike_its_record_is_refused_with_both_values(copy, key, value
     (copy / "digests.json").write_text(json.dumps(digests))
     with pytest.raises(CheckpointError) as error:
         checkpoint.restore(copy)
-    assert f"'block/kernel' in {copy / 'params'} has {key} {found}; saved was {value}" in str(error.value)
+    assert f"'block/kernel' in {copy / 'params'} has {key} {found}; expected {value}" in str(error.value)
 
 
 @pytest.mark.parametrize("name, absent", [("block/kernel", "digests.json"), ("block/other", "params")])
@@ -224,7 +224,7 @@ def test_another_folder_is_no_checkpoint(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content, encoding="latin-1")
     assert not checkpoint.is_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"looked for a config\.json with format 'mtpjax-checkpoint'"):
+    with pytest.raises(CheckpointError, match=r"it has no config\.json with format 'mtpjax-checkpoint'"):
         checkpoint.restore(tmp_path)
 
 

@@ -61,7 +61,7 @@ def test_a_device_in_place_of_the_configuration_is_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("model_type", ["nosuch", "llama"])
 def test_another_model_type_is_refused_for_a_converted_checkpoint(model_type, ours, tmp_path):
-    with pytest.raises(ConfigError, match=f"qwen3, not from '{model_type}'"):
+    with pytest.raises(ConfigError, match=f"'qwen3', not '{model_type}'"):
         convert.to_hugging_face(ours, tmp_path / "back", model_type=model_type)
     convert.to_hugging_face(ours, tmp_path / "back", model_type="qwen3")
 

@@ -127,13 +127,13 @@ def test_a_damaged_file_is_refused(change, problem, folder, ranks):
     [
         (
             {"tokenizer_class": "HYTokenizer"},
-            "tokenizer_class is 'HYTokenizer', .* supported: TikTokenTokenizer. Add a",
+            "tokenizer_class is 'HYTokenizer'; .* supported: TikTokenTokenizer. Add a",
         ),
         ({}, "tokenizer_class is None"),
         ({"tokenizer_class": [KIMI]}, "tokenizer_class is "),
         ({"tokenizer_class": KIMI}, "no added_tokens_decoder"),
-        ({"tokenizer_class": KIMI, "added_tokens_decoder": {"7": {"content": "x"}}}, "not an id above"),
-        ({"tokenizer_class": KIMI, "added_tokens_decoder": {"-1": {"content": "x"}}}, "not an id above"),
+        ({"tokenizer_class": KIMI, "added_tokens_decoder": {"7": {"content": "x"}}}, "an unused id above"),
+        ({"tokenizer_class": KIMI, "added_tokens_decoder": {"-1": {"content": "x"}}}, "an unused id above"),
         ({"tokenizer_class": KIMI, "added_tokens_decoder": {"660": "x"}}, "an object with content"),
         (
             {"tokenizer_class": KIMI, "added_tokens_decoder": {"660": {"content": "a"}}},
