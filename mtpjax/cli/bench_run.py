@@ -121,7 +121,7 @@ def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
 async def _compare(options, client, requests) -> int:
     runs: list[Run] = []
     interrupted, num_runs = False, 2 * options.repeats * len(options.concurrencies)
-    # Both runs of a pair have the same prompts, which the second would find in the prefix cache of the first.
+    # Both runs of a pair send the same prompts, so the second run would find them in the prefix cache.
     emptied = await client.flush_cache()
     settings = _settings(options, client)
     settings["prefix_cache"] = "emptied before each run" if emptied else "not emptied: no POST /flush_cache"
@@ -132,7 +132,7 @@ async def _compare(options, client, requests) -> int:
             if run is None:
                 bar.advance(task)
                 return
-            # A line per run, also for logs; --output-file keeps the results of long comparisons.
+            # Print a line per run, also to a log; --output-file keeps the results of long comparisons.
             side = "with MTP" if run.speculative else "without"
             speed = f"{run.summary['output_throughput'] or 0:.1f} tokens/s"
             bar.console.print(f"run {len(runs)} of {num_runs}: {run.concurrency} at once, {side}: {speed}")
@@ -154,7 +154,7 @@ async def _compare(options, client, requests) -> int:
     # Report the pairs that are complete, even if Ctrl-C ended the comparison.
     _print_errors(sum((Counter(run.summary["errors"]) for run in runs), Counter()))
     if rows := speedups(runs):
-        # Published speedups, of a different machine, are shown only on request.
+        # Published speedups, which come from a different machine, are shown only on request.
         reference = PUBLISHED if options.reference else {}
         files = write_report(options.output, rows, runs, settings, options.plot_formats, reference)
         console = rich.console.Console()
@@ -169,7 +169,7 @@ async def _compare(options, client, requests) -> int:
 
 
 def _settings(options, client) -> dict:
-    """Returns the description of a measurement, stored with its result."""
+    """Describes a measurement. The description is stored with the result."""
     names = ("backend", "dataset_name", "dataset_path", "num_prompts", "max_new_tokens", "random_input_len")
     names += ("random_output_len", "random_range_ratio", "max_concurrency", "seed", "tag", "extra_request_body")
     return {

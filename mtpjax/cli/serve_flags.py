@@ -67,11 +67,14 @@ def _add_server_flags(parser) -> None:
 def add_listen_flags(group) -> None:
     """Adds the flags of a server that listens: address, log level and shutdown."""
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses")
-    group.add_argument("--port", type=int, default=30000, help="port to listen on; 0: a free one")
+    group.add_argument("--port", type=int, default=30000, help="port to listen on; 0: any free port")
     levels = ("debug", "info", "warning", "error")
     group.add_argument("--log-level", default="info", choices=levels, metavar="LEVEL", help="lowest level to log")
     group.add_argument(
-        "--drain-timeout", type=float, default=30.0, help="seconds that running requests get after SIGTERM"
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        help="seconds for which running requests may continue after SIGTERM",
     )
 
 
@@ -126,7 +129,7 @@ def _add_batch_flags(parser) -> None:
 def _add_cache_flags(parser) -> None:
     group = parser.flag_group("memory and prefix cache")
     group.add_argument(
-        "--mem-fraction-static", type=float, default=0.9, help="share of device memory for weights and KV cache"
+        "--mem-fraction-static", type=float, default=0.9, help="fraction of device memory for weights and KV cache"
     )
     group.add_argument(
         "--max-total-tokens",
@@ -138,8 +141,8 @@ def _add_cache_flags(parser) -> None:
     group.add_argument(
         "--max-mamba-cache-size",
         type=int,
-        help="for models with linear attention: maximum number of recurrent states in the prefix cache; 0 disables it "
-        "(default: 4 per running request)",
+        help="for models with linear attention: maximum number of recurrent states in the prefix cache; 0: do not "
+        "share prefixes (default: 4 per running request)",
     )
     group.add_argument(
         "--enable-hierarchical-cache",
@@ -180,7 +183,7 @@ def _add_acceptance_flags(parser) -> None:
 
 def _add_mesh_flags(parser) -> None:
     group = parser.flag_group("devices")
-    group.add_argument("--tp-size", type=int, help="devices; equivalent to --mesh tensor=N (default: 1)")
+    group.add_argument("--tp-size", type=int, help="number of devices; equivalent to --mesh tensor=N (default: 1)")
     group.add_argument(
         "--dp-size",
         type=int,
@@ -188,7 +191,11 @@ def _add_mesh_flags(parser) -> None:
         help="number of groups into which the --tp-size devices are divided; each group decodes different requests; "
         "equivalent to --mesh data=N,...",
     )
-    group.add_argument("--enable-dp-attention", action="store_true", help="shard the requests; required with --dp-size")
+    group.add_argument(
+        "--enable-dp-attention",
+        action="store_true",
+        help="divide the requests between the --dp-size groups; required with --dp-size",
+    )
     group.add_argument(
         "--ep-size",
         type=int,
