@@ -1,4 +1,4 @@
-"""The server's metrics for Prometheus, under our names and those of SGLang and vLLM.
+"""The server's metrics for Prometheus, under mtpjax's, SGLang's and vLLM's names.
 
 The engine keeps its own counts: a collector reads its `EngineStatus` when Prometheus scrapes. Only latencies are kept
 here, because the engine does not know when a client's request arrived.
@@ -69,7 +69,7 @@ class Metrics:
             ValueError: an alias is unknown.
         """
         if unknown := set(aliases) - set(ALIASES):
-            raise ValueError(f"metric names of {', '.join(sorted(unknown))} are unknown; known: {', '.join(ALIASES)}")
+            raise ValueError(f"unknown metric aliases: {', '.join(sorted(unknown))}; known: {', '.join(ALIASES)}")
         self._status, self._model_name, self._aliases = status, model_name, aliases
         self.more_counters: dict[Names, Callable[[], float]] = {metric_names.WATCHDOG: lambda: 0}
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class Metrics:
         """Returns the body and the content type of `GET /metrics`."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-        # Only these metrics: the library's default registry would add those of the Python process.
+        # Only these metrics: the library's default registry would add metrics about the Python process.
         return generate_latest(self), CONTENT_TYPE_LATEST
 
     def collect(self) -> "Iterator[Metric]":
@@ -124,7 +124,7 @@ class Metrics:
     def _families(self) -> Iterator[tuple[str, Names, list[Sample]]]:
         """Yields kind, names and samples of each metric."""
         status = self._status()
-        # 1. Numbers of the status. A ratio is undefined before the first pass and is then left out.
+        # 1. Values from the status. A ratio is undefined before the first pass and is then left out.
         gauges: dict[Names, float] = {names: getattr(status, names.attribute) for names in metric_names.GAUGES}
         gauges[metric_names.THROUGHPUT] = self._throughput(status.num_new_tokens)
         for names, value in gauges.items():

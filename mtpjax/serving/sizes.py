@@ -22,26 +22,27 @@ class EngineSettings:
             caps it.
         page_size: positions per page.
         num_pages: pages of the pool; None: enough for every slot at `max_length`.
-        prefill_tokens: maximum prompt tokens of one call; None: four chunks.
+        prefill_tokens: maximum prompt tokens per call; None: four chunks.
         rounds_per_call: decoding rounds per call; 1 while a request waits or a prompt is processed. More rounds hide
             more of the host's work.
         disable_drafts_at: number of decoding rows at which drafting stops; None: never.
-        adapts_depth: each call drafts the number of levels, up to `num_steps`, with the most expected tokens per
-            second.
+        adapts_depth: each call uses the number of draft levels, up to `num_steps`, that is expected to give the most
+            tokens per second.
         depth_costs: for `adapts_depth`: durations of a round at depths 0..num_steps, for each of `batch_sizes`; None:
             measured at the start.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
-        max_waiting: maximum number of requests in the queue, besides one per slot.
+        max_waiting: maximum number of requests in the queue, in addition to one per slot.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: a request that has not ended this long after its arrival ends with "timeout"; None: no limit.
         max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
         shares_prefixes: requests with a common prefix share pages.
-        num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests of such models share nothing.
-            None: four per slot. No effect on other models.
+        num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests to such models share no
+            prefixes. None: four per slot. No effect on other models.
         host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. One device only.
-        rebalance_experts_every: ticks between placements of the experts on a mesh that shards them, by how often texts
-            choose them; None disables it. The parameters have placements (`place_all_layers`), and the engine then owns
-            them: it deletes arrays of experts that it has moved.
+        rebalance_experts_every: ticks between new placements of the experts, which follow how often texts choose each
+            expert, on a mesh that shards them; None disables it. The parameters must have placements
+            (`place_all_layers`), and the engine takes ownership of them: it deletes the arrays of experts that it has
+            moved.
     """
 
     num_slots: int = 8
@@ -70,15 +71,16 @@ class EngineSizes:
 
     Attributes:
         decoder: the decoder of the deepest round, with the size of the pool.
-        num_shards: shards of the mesh's `data`. Each has its own slots and pages.
+        num_shards: shards of the mesh's `data` axis. Each has its own slots and pages.
         shard_slots: slots of a shard.
         shard_pages: pages of a shard.
         shard_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without them.
         max_length: maximum tokens of a text, prompt included.
         capacity: tokens per row that the state has room for.
-        depths: numbers of draft levels of calls, the deepest first; a request may decode without drafts.
+        depths: numbers of draft levels that calls use, the deepest first; 0 is one of them, because a request may
+            decode without drafts.
         batch_sizes: numbers of rows that programs are compiled for, ascending.
-        min_rows: for each of `batch_sizes`, the minimum number of token rows of a forward pass.
+        min_rows: for each of `batch_sizes`, the minimum number of token rows in a forward pass.
         prefill_sizes: as `batch_sizes`, for prompts.
         table_widths: numbers of pages per row that programs are compiled for, ascending.
     """
@@ -98,7 +100,7 @@ class EngineSizes:
 
     @property
     def max_pages(self) -> int:
-        """Pages of the longest text."""
+        """Pages that the longest text needs."""
         return self.decoder.num_pages_of(self.max_length)
 
 
@@ -116,7 +118,7 @@ def resolve_sizes(
         limit: maximum tokens of a text that the model allows.
 
     Raises:
-        ValueError: for sizes below their minimum, that contradict each other, or that the mesh does not divide.
+        ValueError: sizes are below their minimum, contradict each other, or cannot be divided over the mesh.
     """
     sizes_from_1 = ("num_slots", "page_size", "num_pages", "prefill_tokens", "rounds_per_call", "max_waiting")
     for name in (*sizes_from_1, "rebalance_experts_every"):
@@ -156,7 +158,7 @@ def resolve_sizes(
     costs = settings.depth_costs
     if costs is not None and [len(each) for each in costs] != [num_steps + 1] * len(batch_sizes):
         raise ValueError(f"depth_costs must have {num_steps + 1} durations for each of batch_sizes {batch_sizes}")
-    # 4. A call processes a chunk of each of some prompts.
+    # 4. A prefill call processes one chunk each of several prompts.
     chunk = decoder.spec.prefill_chunk
     prefill_rows = min((settings.prefill_tokens or 4 * chunk) // chunk, shard_slots)
     return EngineSizes(
@@ -178,7 +180,7 @@ def resolve_sizes(
 def _make_decoder(
     settings: EngineSettings, config: DecodeConfig, drafter: Drafter, model: MTPModel, mesh: Mesh | None, min_rows: int
 ) -> Decoder:
-    """Makes the decoder of an engine, whose pool has a single page."""
+    """Makes the decoder of an engine, with a pool of a single page."""
     # Requests may use any sampling option, so only the explicit rule "greedy" makes all rows greedy.
     is_greedy, max_length = config.acceptance == "greedy", config.max_length or model.config.max_position_embeddings
     decoder = Decoder.make(
@@ -204,7 +206,7 @@ def _check_changing_depth(settings: EngineSettings, config: DecodeConfig, decode
         raise ValueError("draft levels can adapt to load or acceptance only for chains: set topk to 1")
     if decoder.spec.is_ratio_rule:
         raise ValueError(
-            f"under acceptance '{decoder.spec.rule}' the text of a seed depends on the number of drafts, which would "
+            f"under acceptance '{decoder.spec.rule}' the text for a seed depends on the number of drafts, which would "
             "depend on other requests: set acceptance to 'sample' or 'greedy'"
         )
     if settings.adapts_depth and config.num_steps:
@@ -228,7 +230,7 @@ def powers_of(base: int, largest: int) -> tuple[int, ...]:
 
 
 def fractions_of(base: int, largest: int, smallest: int) -> tuple[int, ...]:
-    """Returns `largest`, `largest / base`, ... (rounded up) down to `smallest`, in rising order."""
+    """Returns `largest`, `largest / base`, ... (rounded up) down to `smallest`, in ascending order."""
     sizes = [largest]
     while -(-sizes[-1] // base) >= smallest:
         sizes.append(-(-sizes[-1] // base))

@@ -17,22 +17,23 @@ MAX_MEMORY = 2 << 30  # bytes of address space (macOS does not enforce this; tim
 
 
 class TrialCompile:
-    """Compiles grammars under limits, and forgets the results. May be called from any thread."""
+    """Compiles grammars under limits, and discards the results. May be called from any thread."""
 
     def __init__(self):
         self._workers: list = []
-        self._idle: list = []  # those that are idle
+        self._idle: list = []
 
     def __call__(self, grammar: str, limits: dict[str, int], seconds: float) -> None:
-        """Compiles a grammar. Does not report errors in it: compiling it again will.
+        """Compiles a grammar. Errors in it are not reported here, but when the caller compiles it again.
 
         Args:
             grammar: from `llguidance.LLMatcher.grammar_from_json_schema` or `grammar_from_regex`.
-            limits: of `llguidance.LLParserLimits`.
-            seconds: of CPU time that it may take.
+            limits: arguments of `llguidance.LLParserLimits`.
+            seconds: CPU time that it may take.
 
         Raises:
-            WorkerEnded: it exceeds a limit. The code is -SIGPROF for that of time, and None for that of the clock.
+            WorkerEnded: it exceeds a limit. The code is -SIGPROF for the CPU time limit, and None for the wall-clock
+                limit.
         """
         from mtpjax.worker_process import WorkerProcess
 

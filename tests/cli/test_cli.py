@@ -204,7 +204,8 @@ def test_a_text_that_the_model_s_positions_cut_is_told(capsys):
         warn_of_limit(prompts, config, 128)
         assert not capsys.readouterr().err
     warn_of_limit(prompts, DecodeConfig(max_new_tokens=99), 128)
-    assert "30 tokens and --max-new-tokens 99 exceed the model's maximum length of 128 tokens" in (told := capsys.readouterr().err)
+    told = capsys.readouterr().err
+    assert "30 tokens and --max-new-tokens 99 exceed the model's maximum length of 128 tokens" in told
     assert told.endswith("at most 98 new tokens\n")
 
 

@@ -17,8 +17,8 @@ class Engine(Protocol):
 
     Attributes:
         max_length: maximum tokens of a text; a prompt has fewer.
-        max_requests: maximum requests that run and wait at the same time.
-        grammars: compiles the grammars of requests; None: requests have none.
+        max_requests: maximum number of running and waiting requests.
+        grammars: compiles the grammars of requests; None: grammars are not supported.
         progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.
     """
 
@@ -100,8 +100,8 @@ class EngineClient:
 
     Attributes:
         is_stopping: new requests get 503.
-        running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is a client's key as
-            `RequestGuard` gives it, so clients with different keys may use the same name.
+        running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is the digest of a
+            client's key (`owner_of`), so clients with different keys may use the same name.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer):
@@ -117,7 +117,7 @@ class EngineClient:
         return self._mailbox
 
     def abort(self, name: str | None = None, owner: bytes | None = None) -> int:
-        """Aborts running requests, optionally only those of a name or an owner. Returns the number of aborted texts."""
+        """Aborts running requests, optionally only those of this name or owner; returns how many texts were aborted."""
         chosen = [ids for key, ids in self.running.items() if owner in (None, key[0]) and name in (None, key[1])]
         ids = [request_id for each in chosen for request_id in each]
         for request_id in ids:

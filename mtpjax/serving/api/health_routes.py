@@ -60,7 +60,7 @@ def health_router(server: ApiServer) -> APIRouter:
             with Generation(server.client, [job], new_id("health")) as generation:
                 await generation.run()
 
-        # Others may have come first.
+        # Other requests may be ahead in the queue.
         with contextlib.suppress(TimeoutError, QueueFull):
             async with asyncio.timeout(IDLE_HEALTH_SECONDS):
                 await run_while_connected(request, make_token())

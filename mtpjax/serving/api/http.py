@@ -20,7 +20,7 @@ from mtpjax.serving.api.errors import ApiError, log_fault, require
 from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.request import QueueFull
 
-PART_BYTES = 1 << 16  # of a body that is kept in parts
+PART_BYTES = 1 << 16  # minimum size of the parts in which a body is kept
 CHECKS_PER_TIMEOUT = 4  # of a stream's writes
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class RequestGuard:
     """Middleware around all routes: checks framing and keys, and converts unexpected exceptions to 500 responses.
 
-    - Requests with an ambiguous end get 400: a proxy may read the same bytes as a different request.
+    - Requests with an ambiguous length get 400: a proxy may read the same bytes as a different request.
     - Requests without a valid key get 401, before anything else reads them.
     - After an exception, the connection stays open. A handler of `Exception` would close it: Starlette raises the
       exception again after its response, and uvicorn then closes the connection, which may already carry the client's
@@ -90,12 +90,12 @@ def owner_of(request: Request) -> bytes:
 
 
 def client_of(request: Request) -> Hashable:
-    """Returns the client for taking turns: its key, or without one its address."""
+    """Identifies the client for fair scheduling: by its key, or by its address if it sends no key."""
     return owner_of(request) or (request.client and request.client.host)
 
 
 def check_admin(request: Request, settings: ApiSettings) -> None:
-    """Raises ApiError if there are admin keys and the request has none: 403 with an ordinary key, else 401."""
+    """Raises ApiError if the server has admin keys and the request sends none: 403 with an ordinary key, else 401."""
     if not settings.admin_api_keys or request.scope["is_admin"]:
         return
     if not request.scope["has_key"]:
@@ -104,9 +104,9 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Rejects requests from web pages of other sites, for routes without a body, which browsers allow.
+    """Rejects requests from other sites' web pages. Only routes without a body need it: browsers block the others.
 
-    A page of another site can use a host name that resolves to this machine, so a page without a key passes only if its
+    A different site can use a host name that resolves to this machine, so a page without a key passes only if its
     origin is this server by IP address or as localhost. Raises ApiError with 403.
     """
     origin = request.headers.get("origin")
@@ -164,7 +164,7 @@ async def read_parts(request: Request, max_bytes: int, seconds: float) -> list[b
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 15 or int(length) > max_bytes):
         raise too_large
-    # A chunked body has no length: count. Its chunks may be of one byte each, and are then joined.
+    # A chunked body does not declare its length, so count its bytes. Its chunks may be tiny, so join them.
     parts: list[bytes] = []
     tail, num_bytes = bytearray(), 0
     try:
@@ -258,7 +258,7 @@ class EventStream(Response):
 
 
 async def error_handler(request: Request, error: Exception) -> Response:
-    """Converts an exception that a route raises on purpose."""
+    """Converts an exception that a route raises on purpose to a response."""
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, QueueFull):

@@ -19,7 +19,7 @@ from mtpjax.serving.api.settings import Limits
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
-MAX_TOOLS = 128  # as OpenAI's API
+MAX_TOOLS = 128  # as in OpenAI's API
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields of a message that templates read, in addition to role and content.
 _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASONING_FIELDS)
@@ -37,7 +37,7 @@ def read_prompts(
         add_special_tokens: add the tokenizer's special tokens, such as a beginning-of-text token.
 
     Raises:
-        ApiError: the value has another form, is empty, or exceeds a limit.
+        ApiError: the value has a different form, is empty, or exceeds a limit.
     """
     require(value is not None, f"{param} is missing", param=param)
     if isinstance(value, str):
@@ -95,7 +95,7 @@ def _reasoning_effort(value: Any, variables: dict[str, Any], tokenizer: Tokenize
 
 
 class _Size:
-    """Counts the characters of all input of a chat template."""
+    """Counts the characters of a chat template's entire input."""
 
     def __init__(self, max_characters: int):
         self._max_characters, self._num_characters = max_characters, 0
@@ -122,7 +122,9 @@ def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
     require(isinstance(value, list), f"{param} mixes token ids and other values", param=param)
     if len(value) >= limits.max_length:
         given = count_of(len(value), "token")
-        message = f"{param} has {given}; the longest text has {limits.max_length} tokens, one of them new"
+        message = (
+            f"{param} has {given}; a text may have at most {limits.max_length} tokens, including at least one new token"
+        )
         raise ApiError(message, param=param, code="context_length_exceeded")
     return check_tokens(value, param, limits.vocab_size)
 

@@ -22,7 +22,7 @@ from mtpjax.serving.page_pool import page_digests
 from mtpjax.serving.request import Request
 
 CONNECT_SECONDS = 2.0
-PAUSE_SECONDS = 5.0  # after a failure no request waits for the prefill server for this time
+PAUSE_SECONDS = 5.0  # after a failure, during which no request uses the prefill server
 _log = logging.getLogger(__name__)
 
 
@@ -30,13 +30,13 @@ class RemotePrefill:
     """Fetches pages from a prefill server into an engine's prefix cache.
 
     Args:
-        pages: those of the engine, which must be in host memory too.
+        pages: the engine's pages, which may be in host memory too.
         url: address of the prefill server.
         signer: signs the requests.
         model: the hash `PageExchange.digest`.
         transfer: fetches the pages.
         timeout: seconds that a request waits for its pages.
-        max_concurrent: maximum prompts that the prefill server gets at the same time.
+        max_concurrent: maximum number of prompts sent to the prefill server at the same time.
 
     Attributes:
         num_fetched: prompts whose pages arrived.
@@ -86,7 +86,7 @@ class RemotePrefill:
             self.num_fallbacks += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             reason = printable(f"{type(error).__name__}: {error}", 400)
-            _log.error("the prefill server sent no pages; this server prefills itself: %s", reason)
+            _log.error("the prefill server sent no pages; this server prefills the prompt itself: %s", reason)
 
     def _release(self, fetch: asyncio.Future) -> None:
         self._num_running -= 1
@@ -132,7 +132,7 @@ class RemotePrefill:
                 if len(answer) > max_bytes:
                     raise ValueError(f"the answer has more than {max_bytes} bytes")
                 if time.monotonic() > deadline:
-                    raise TimeoutError("the answer takes too long")
+                    raise TimeoutError("the answer took too long")
         if response.status_code != 200:
             raise ValueError(f"status {response.status_code}: {bytes(answer[:400]).decode(errors='replace')}")
         try:

@@ -22,7 +22,7 @@ class DisaggregationSettings:
         secret: shared by both servers, at least 16 bytes; a shorter one raises ValueError.
         backend: how pages are sent: "jax" or "http".
         host: address on which the data plane listens.
-        port: the prefill server's port for pages; 0: a free one.
+        port: the prefill server's port for pages; 0: any free port.
         timeout: seconds that a request waits for its pages.
     """
 
