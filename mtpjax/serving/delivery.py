@@ -36,7 +36,7 @@ class Delivery:
         drafts: verification passes, and proposed and accepted drafts per level.
         depth: learns from these counts; None: the depth is fixed.
         rebalancer: gets the new tokens; None: experts do not move.
-        progress_at: time (`time.monotonic`) at which the device answered last, or work came after a pause.
+        progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class Delivery:
             self.depth.record(num_rounds, proposed, accepted)
 
     def _take_row(self, sequence: Sequence, row: RowReport, is_prefill: bool) -> int:
-        """Delivers the new tokens of a row; returns the number of its rounds."""
+        """Delivers the new tokens of a row; returns how many rounds it ran."""
         # 1. Counts.
         before = sequence.counts or self._no_counts
         new_counts = [count - old for count, old in zip(row.counts, before, strict=True)]
         self.drafts = _add(self.drafts, new_counts)
         sequence.totals = _add(sequence.totals or self._no_counts, new_counts)
         sequence.counts = row.counts
-        # 2. New tokens. The first one of a row that decoded before was delivered then.
+        # 2. New tokens. The first token of a resumed row has already been delivered.
         new = slice(int(is_prefill and sequence.is_resumed), None)
         tokens = row.tokens[new]
         if tokens:
@@ -199,7 +199,7 @@ class Delivery:
                     self.end(sequence, "timeout")
 
     def fail_all(self, message: str) -> None:
-        """Delivers an error to all requests, in any thread: the process is about to end."""
+        """Delivers an error to all requests, from any thread: the process is about to end."""
         for sequence in list(self.sequences.values()):
             deliver, sequence.deliver = sequence.deliver, lambda event: None  # nothing may follow the end
             finish = Finish(

@@ -61,21 +61,21 @@ class Engine:
     Args:
         params: model parameters, with unrolled layers.
         model: the model.
-        config: settings of every request; limits and stop tokens are the requests' own.
+        config: settings that all requests share; limits and stop tokens come from each request.
         settings: sizes and limits.
         observe: called from the engine's thread with the end of each request and its times, for metrics.
         followers: the other processes of the mesh, which run the same calls; None: there are none.
-        draft_params: parameters of a drafter that has its own (`mtpjax.load_drafter`); None: it has none, or the
+        draft_params: the drafter's own parameters (`mtpjax.load_drafter`); None: it has no parameters, or uses the
             model's MTP modules.
-        grammars: compiles the grammars of requests; None: requests have none.
+        grammars: compiles the grammars of requests; None: requests cannot have grammars.
 
     Raises:
-        ValueError: for settings that contradict each other or the model.
+        ValueError: settings contradict each other or the model.
 
     Attributes:
         max_length: maximum tokens of a text, prompt included.
-        vocab_size: ids are 0 .. vocab_size - 1.
-        max_requests: maximum number of requests that run and wait at the same time.
+        vocab_size: token ids are 0 .. vocab_size - 1.
+        max_requests: maximum number of running and waiting requests.
         pages: exchanges pages of the prefix cache with other engines.
     """
 
@@ -117,7 +117,7 @@ class Engine:
 
     @property
     def progress_at(self) -> float:
-        """Time (`time.monotonic`) at which the device answered last, or work came after a pause."""
+        """Time (`time.monotonic`) at which the device last answered, or work came after a pause."""
         return self._delivery.progress_at
 
     def warm_up(
@@ -125,14 +125,14 @@ class Engine:
     ) -> None:
         """Compiles programs; call it before `start`.
 
-        With "first" and "none" a thread compiles the others while requests run. A request that needs a missing program
-        waits for it. Several processes, moving experts and measured depths need all programs: "first" then means "all",
-        and "none" compiles a program in the call that first uses it.
+        With "first" and "none", a thread compiles the remaining programs while requests run. A request that needs a
+        missing program waits for it. Several processes, moving experts and measured depths need all programs: "first"
+        then means "all", and "none" compiles a program in the call that first uses it.
 
         Args:
-            progress: called with the number of programs done and of all programs.
-            programs: which ones: all that requests may need; "first": those that serve any request without a grammar,
-                and the others after `start`; "none": each when a request needs it.
+            progress: called with the number of compiled programs and the total.
+            programs: "all": all that requests may need; "first": those that serve any request without a grammar, and
+                the others after `start`; "none": each when a request needs it.
         """
         self._compilation.warm_up(progress, programs)
         self._measure_depths()
@@ -160,7 +160,7 @@ class Engine:
             The request's number, for `abort`.
 
         Raises:
-            ValueError: for a prompt or an option out of range, in one line.
+            ValueError: the prompt or an option is out of range; the message is one line.
             QueueFull: too many requests wait, or the engine shuts down.
         """
         return self._submit(request, deliver)
@@ -196,13 +196,13 @@ class Engine:
         self._inbox.post(end)
 
     def score(self, tokens: TokenSequence[int], num_top: int) -> Scores:
-        """Computes the log-probabilities of a text under the trunk. Blocks while it is processed, as a prompt is.
+        """Computes the log-probabilities of a text under the trunk. Blocks while the text is processed like a prompt.
 
         Args:
             num_top: alternatives per token, at most 20.
 
         Raises:
-            ValueError: for a text or a number out of range.
+            ValueError: the text or `num_top` is out of range.
             QueueFull: the engine shuts down, or the text ran out of time.
             RuntimeError: a call of the engine failed.
         """
@@ -260,7 +260,7 @@ class Engine:
         """Time (`time.monotonic`) at which the running tick began; None while the engine waits or compiles."""
         if self._executor.session.is_compiling:
             return None
-        # The time starts anew after the tick has compiled.
+        # The time restarts after the tick has compiled.
         began, compiled = self._tick_began, self._executor.session.compiled_at
         return began if began is None else max(began, compiled)
 
@@ -279,7 +279,7 @@ class Engine:
             timeout: seconds after which requests that still run are aborted; None: no limit.
 
         Returns:
-            True if all requests ended by themselves.
+            True if all requests ended without being aborted.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         self._inbox.close()

@@ -54,13 +54,13 @@ class Grammars:
         """Compiles a grammar; thread-safe.
 
         Args:
-            kind: of the source.
+            kind: kind of the source.
             source: a JSON schema as JSON, or a regular expression that the whole text must match.
-            seconds: limit of CPU time.
+            seconds: CPU time limit.
 
         Raises:
-            GrammarError: in one line: the source is invalid, unsupported or too large.
-            GrammarTooSlow: it takes longer.
+            GrammarError: the source is invalid, unsupported or too large; the message is one line.
+            GrammarTooSlow: compiling takes longer than `seconds`.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -88,7 +88,7 @@ class Grammars:
 
 
 def _compile_failure(code: int | None, seconds: float) -> GrammarError:
-    """Returns the error for the exit code of a trial; None: it did not end."""
+    """Returns the error for the exit code of a trial; `code` is None if the trial did not end."""
     if code == -signal.SIGPROF:
         return GrammarTooSlow(seconds)
     if code is None:

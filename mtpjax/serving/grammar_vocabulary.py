@@ -10,7 +10,7 @@ from typing import Any
 
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
-MAX_FORCED_BYTES = 256  # of a text without alternative, tokenized per step; its first token depends on no more
+MAX_FORCED_BYTES = 256  # of a forced text, tokenized per step; its first token does not depend on more
 
 
 class Vocabulary:
@@ -50,7 +50,7 @@ class Vocabulary:
 
 
 def llguidance_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Any:
-    """Makes a `llguidance.LLTokenizer` of a tokenizer with an end token. Raises ValueError if it is unsupported."""
+    """Makes a `llguidance.LLTokenizer` from a tokenizer with an end token. Raises ValueError if it is unsupported."""
     import llguidance
 
     ends = list(tokenizer.eos_token_ids)

@@ -27,11 +27,11 @@ class GrammarError(ValueError):
 
 
 def explain(message: str) -> str:
-    """Returns a message of llguidance in one line, without its internal terms."""
+    """Returns a message from llguidance as one line, without its internal terms."""
     message = " ".join(message.split()).removesuffix("<non-verbose/>").strip()
     if found := _TOO_MANY.search(message):
         return (
-            f"it allows {found['items']} alternatives at one place, more than {found['limit']}; an object has about "
+            f"it allows {found['items']} alternatives at one point, more than {found['limit']}; an object has about "
             "four for each of its optional properties, so make some of them required, or ask for fewer"
         )
     found = _WRAPPED.match(message)
@@ -60,9 +60,9 @@ class Matcher:
         follows an end token, because the text is cut there.
 
         Args:
-            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first, all set at first.
-            tokens: of the W nodes; node 0 is the last token consumed.
-            parents: of the W nodes, parents before children; None: a chain.
+            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first, initially all set.
+            tokens: tokens of the W nodes; node 0 is the last token consumed.
+            parents: parents of the W nodes, which come before their children; None: a chain.
 
         Raises:
             GrammarError: the grammar exceeds a limit. The matcher is unusable then.

@@ -1,4 +1,4 @@
-"""A hash by which two engines compare whether their pages are interchangeable."""
+"""A hash that tells whether the pages of two engines are interchangeable."""
 
 import hashlib
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ def model_digest(
     """Hashes everything except the text that a page's entries depend on.
 
     Args:
-        params: the model's parameters. A few numbers of each stand for all.
+        params: the model's parameters. Only a few numbers from each are hashed.
         config: the model's config.
         decode: settings of the requests.
         page_size: positions per page.
         page_shapes: shapes and dtypes of a page's entries.
-        draft_params: parameters of a drafter that has its own; None: there are none.
+        draft_params: the drafter's own parameters; None: it has no parameters of its own.
     """
     digest = hashlib.sha256()
     drafting = (decode.drafter, decode.draft_window, decode.draft_sinks, decode.kv_cache_dtype)

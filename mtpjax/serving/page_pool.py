@@ -31,10 +31,11 @@ class PagePool:
     Attributes:
         outgoing: known pages, with the hash of their text, whose entries the caller must copy to `host` before it
             writes to any page. The caller empties the list.
-        incoming: pages into which the caller must copy entries of the host before they are read. The caller empties it.
+        incoming: pages into which the caller must copy entries from the host before they are read. The caller empties
+            it.
 
     Raises:
-        ValueError: if a number is below 1.
+        ValueError: `num_pages` or `page_size` is below 1.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class PagePool:
                 salt share pages.
 
         Returns:
-            The lease; None, without any change, if the pool has too few pages.
+            The lease; None if the pool has too few pages, and then nothing changes.
         """
         # The last prompt token is always processed, because its output gives the first new token.
         size = self.page_size
@@ -98,7 +99,7 @@ class PagePool:
         return lease
 
     def find(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[tuple[bytes, int | None]]:
-        """Finds the known full pages of a text's prefix: hash and page, which is None for a page on the host."""
+        """Finds the known full pages of a text's prefix: the hash and page of each (None: on the host)."""
         found = []
         for digest in page_digests(tokens, self.page_size, salt=salt):
             page = self._page_of.get(digest)
@@ -108,13 +109,13 @@ class PagePool:
         return found
 
     def put(self, digest: bytes, entries: Entries) -> None:
-        """Stores the entries of a page computed elsewhere on the host, unless the page is known already."""
+        """Stores on the host the entries of a page that was computed elsewhere, unless the page is already known."""
         assert self.host is not None
         if digest not in self._page_of:
             self.host.put(digest, entries)
 
     def extend(self, lease: Lease, num_pages: int) -> bool:
-        """Adds pages to a lease. Returns False, without any change, if the pool has too few."""
+        """Adds pages to a lease. Returns False, and changes nothing, if the pool has too few."""
         if num_pages > self.num_available:
             return False
         lease.pages += [self._take() for _ in range(num_pages)]
@@ -128,7 +129,7 @@ class PagePool:
             num_pages: pages before the boundary, which are not all stored yet.
 
         Returns:
-            The row to which the caller must copy the state; None if there is none.
+            The row to which the caller must copy the state; None if no row is available.
         """
         assert self.snapshots is not None and num_pages > lease.num_stored
         row = self.snapshots.reserve()
@@ -137,7 +138,7 @@ class PagePool:
         return row
 
     def store(self, lease: Lease, tokens: Sequence[int], num_final: int) -> None:
-        """Makes the pages known whose entries are final.
+        """Makes pages known once their entries are final.
 
         Args:
             lease: a request's pages.
@@ -158,7 +159,7 @@ class PagePool:
                 self.snapshots.keep(lease.digest, lease.reserved.pop(lease.num_stored))
 
     def release(self, lease: Lease, *, forget: bool = False) -> list[int]:
-        """Returns a request's pages; with `forget`, those without other users become unknown. Lists the freed ones."""
+        """Gives back a request's pages; returns the freed ones. With `forget`, unshared pages become unknown."""
         # Later pages of a text are forgotten first: without those before them they cannot be found.
         free = []
         if self.snapshots is not None:
@@ -191,7 +192,7 @@ class PagePool:
         return number + (0 if host is None else host.clear())
 
     def _bring_in(self, digest: bytes) -> int:
-        """Allocates a page for entries of the host."""
+        """Allocates a page for entries from the host."""
         assert self.host is not None
         # Do this before taking the page: the page evicted for it may push these entries out of the host.
         entries = self.host.take(digest)
@@ -250,5 +251,5 @@ def _first_hash(salt: bytes) -> bytes:
 
 
 def _extend_hash(digest: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns the hash of a text and the page after it. A plain hash could be made to collide on purpose."""
+    """Returns the hash of a text and the page after it. It is cryptographic, so that nobody can make texts collide."""
     return hashlib.sha256(digest + np.asarray(tokens, "<i4").tobytes()).digest()

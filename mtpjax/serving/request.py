@@ -51,7 +51,7 @@ class Delta:
 
     Attributes:
         origins: draft level that proposed each token; 0: a bonus token, which the trunk drew itself.
-        logprobs: of each token; None unless requested.
+        logprobs: log-probability of each token; None unless requested.
     """
 
     tokens: list[int]
@@ -174,7 +174,7 @@ class Sequence:
         text: the prompt and the new tokens that were read from the device.
         limit: maximum tokens of the text.
         rows: the request as arrays, for the executor.
-        is_plain: greedy, without sampling options and log-probabilities.
+        is_plain: greedy, with no sampling options or log-probabilities.
         scored: collects the log-probabilities of a text that is not continued; None for all other requests.
         matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
         times: when it arrived, started and delivered tokens, by `time.monotonic`.
@@ -185,10 +185,10 @@ class Sequence:
         snapshot_stops: prompt positions where a chunk ends, so that the recurrent state there can be kept.
         num_to_prefill: positions to process before it decodes.
         max_length: maximum tokens of its text after the dispatched calls.
-        min_length: minimum tokens then, unless it ends.
-        num_unread: calls whose report was not read yet.
-        is_resumed: it decoded before, so prefill ends with a token that was delivered already.
-        has_ended: its end was delivered.
+        min_length: minimum tokens of its text then, unless it ends.
+        num_unread: calls whose report has not been read yet.
+        is_resumed: it decoded before, so prefill ends with a token that has already been delivered.
+        has_ended: its end has been delivered.
         num_cached: tokens of its prompt that the prefix cache held when it was first admitted.
         num_kept: tokens of its text that `ExpertRebalancer` has kept.
         counts: verification passes since it was last admitted, then per draft level proposed and accepted drafts; empty

@@ -21,12 +21,12 @@ class Plan:
 
     Attributes:
         admitted: requests that get a slot.
-        restored: admitted requests that start with a snapshot, and its row.
-        prefills: rows whose next chunk is processed, and the start and end of the chunk.
-        saved: rows whose recurrent state is kept when their chunk is processed, and the row of the snapshot.
-        advances: by number of draft levels, the rows that decode.
+        restored: admitted requests that start with a snapshot, each with the snapshot's row.
+        prefills: rows whose next chunk is processed, each with the start and end of the chunk.
+        saved: rows whose recurrent state is kept when their chunk is processed, each with the snapshot's row.
+        advances: the rows that decode, by number of draft levels.
         constrained: the same for rows with a grammar, which take one round.
-        num_rounds: rounds of each call of `advances`.
+        num_rounds: rounds in each call of `advances`.
     """
 
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
@@ -48,9 +48,9 @@ class SchedulerSettings:
         prefill_rows: rows per prefill call.
         rounds_per_call: maximum rounds per decoding call.
         overlap: positions at the end of a shared prefix that prefill processes again: `Drafter.max_shift`.
-        num_pages_of: pages that a text of this length needs.
-        max_depth: maximum draft levels of a round.
-        depth_of: draft levels for this number of decoding rows.
+        num_pages_of: returns the number of pages for a text of this length.
+        max_depth: maximum draft levels in a round.
+        depth_of: returns the draft levels for this number of decoding rows.
         shares_prefixes: requests with a common prefix share pages.
     """
 
@@ -95,7 +95,7 @@ class Scheduler:
         self.restart(pools)
 
     def restart(self, pools: list[PagePool]) -> list[Sequence]:
-        """Frees all slots and takes new pools, after the state was lost. Returns the admitted requests, now without."""
+        """Frees all slots and takes new pools, after the state was lost. Returns the requests that lost their slots."""
         lost = [*self.running, *self._preempted]
         for sequence in lost:
             sequence.slot = sequence.lease = None
@@ -159,7 +159,7 @@ class Scheduler:
         return plan
 
     def end(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Removes a waiting or running request; with `forget`, returns those of its pages that become unknown."""
+        """Removes a waiting or running request; returns its freed pages. `forget` is as for `PagePool.release`."""
         sequence.has_ended = True
         pages = []
         if sequence.slot is not None:
@@ -180,7 +180,8 @@ class Scheduler:
         return self.settings.num_pages_of(min(length + max_growth, limit))
 
     def _grow(self, sequence: Sequence) -> None:
-        """Adds the pages that the next call may fill; preempts younger rows, or the row itself, if there are none."""
+        """Adds the pages that the next call may fill; preempts the newest rows, possibly this one, if there are
+        none."""
         assert sequence.lease is not None
         needed = self._num_pages(sequence.max_length, sequence.limit) - len(sequence.lease.pages)
         while needed > 0 and not self.pools[sequence.shard].extend(sequence.lease, needed):
@@ -255,7 +256,7 @@ class Scheduler:
         sequence.position = end
 
     def _vacate(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Frees slot and pages. Calls dispatched before still write there, and end before later calls."""
+        """Frees slot and pages. Calls dispatched earlier still write there, and end before later calls."""
         assert sequence.slot is not None and sequence.lease is not None
         pages = self.pools[sequence.shard].release(sequence.lease, forget=forget)
         self._free_slots[sequence.shard].append(sequence.slot)

@@ -23,8 +23,8 @@ from mtpjax.models.view import Pages, read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 MAX_TOP = 20  # alternatives per token
-MAX_LOGITS = 2**24  # numbers, of the logits that exist at the same time: 64 MiB
-MAX_ATTENTION_SCORES = 2**26  # the same for the scores of attention in one layer: 256 MiB
+MAX_LOGITS = 2**24  # logits that exist at the same time: 64 MiB
+MAX_ATTENTION_SCORES = 2**26  # attention scores of one layer that exist at the same time: 256 MiB
 
 
 class ScoredChunk(flax.struct.PyTreeNode):
@@ -63,7 +63,7 @@ def score_chunk(
         state: the state; donated. Only the trunk's cache changes.
         start: `[P, b]` int32 first position of each row's chunk; the caches hold the positions before it. `NO_START`
             for padding.
-        targets: `[P, b, C]` int32 token after each position; any where the text has ended.
+        targets: `[P, b, C]` int32 token after each position; any value where the text has ended.
 
     Returns:
         The new state and the scores.
@@ -92,7 +92,7 @@ def score_chunk(
 
         def score_pass(carry):
             index, rows, scores = carry
-            # 1. The trunk, over as many positions as the scores of attention have room for.
+            # 1. The trunk, over as many positions as the attention scores have room for.
             offset = index * trunk_width
             begin = jnp.minimum(start + offset, rows.length)
             num_valid = jnp.clip(rows.length - begin, 0, trunk_width)
@@ -121,21 +121,21 @@ def score_chunk(
 
 
 def pass_width(width: int, row_size: int) -> int:
-    """Returns the maximum positions of one pass of the trunk: a divisor of `width`.
+    """Returns the maximum number of positions in one pass of the trunk: a divisor of `width`.
 
     Args:
-        width: positions of the chunk.
-        row_size: attention scores of one position of all rows, where XLA computes them.
+        width: positions in the chunk.
+        row_size: attention scores per position, over all rows, where XLA computes them.
     """
     return _largest_divisor(width, max(MAX_ATTENTION_SCORES // row_size, MIN_PREFILL_CHUNK))
 
 
 def piece_size(width: int, row_size: int) -> int:
-    """Returns the maximum positions whose logits may exist at the same time: a divisor of `width`.
+    """Returns the maximum number of positions whose logits may exist at the same time: a divisor of `width`.
 
     Args:
-        width: positions of the pass.
-        row_size: logits of one position of all rows.
+        width: positions in the pass.
+        row_size: logits per position, over all rows.
     """
     return _largest_divisor(width, MAX_LOGITS // row_size)
 

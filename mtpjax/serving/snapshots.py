@@ -22,8 +22,8 @@ from mtpjax.models.decoding_layout import constrain_state, run_on_shards
 from mtpjax.models.parallel import first_row
 from mtpjax.models.view import Entries
 
-NO_ROW = 2**30  # of a shard without a copy: reads any row, writes none
-States = tuple[Entries, ...]  # of each recurrent layer: [rows, ...] per array
+NO_ROW = 2**30  # for a shard without a copy: reads any row, writes none
+States = tuple[Entries, ...]  # for each recurrent layer: [rows, ...] per array
 
 
 class SnapshotRows:
@@ -99,8 +99,8 @@ def copy_rows(
 ) -> tuple[States, States]:
     """Copies one row of each shard: from the state to its snapshots, or back.
 
-    `arrays` are where the rows come from and where they go; donated, and returned. `sources` and `targets` are `[P]`
-    int32 rows of the first and the second; `NO_ROW` as a target copies nothing.
+    `arrays` holds where the rows come from and where they go; both are donated, and returned. `sources` and `targets`
+    are `[P]` int32 rows of the first and the second; `NO_ROW` as a target copies nothing.
     """
 
     def copy_shard(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):

@@ -37,7 +37,7 @@ class Client:
             url: the server, without the route.
             backend: the route for requests.
             model: the model's name; empty: the first one that the server lists.
-            headers: of every request.
+            headers: HTTP headers to send with every request.
             stream: request tokens as a stream.
             ignore_eos: request exactly `max_new_tokens` tokens.
             extra_body: merged into every body.

@@ -8,7 +8,7 @@ from mtpjax.serving.bench.backends import BenchRequest, Update
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a request. Times are those of `time.perf_counter`.
+    """The outcome of a request. Times come from `time.perf_counter`.
 
     Attributes:
         sent: when it was sent.
@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """Seconds of each token after the first event. Tokens of one event share the time since the previous event."""
+        """Seconds per token after the first event. Tokens of one event share the time since the previous event."""
         result = []
         for (before, old), (now, new) in itertools.pairwise(self.arrivals):
             result += [(now - before) / (new - old)] * (new - old)

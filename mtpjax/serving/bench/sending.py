@@ -1,4 +1,4 @@
-"""Sends the requests of a benchmark at their times, and stops at Ctrl-C."""
+"""Sends the requests of a benchmark at their arrival times, and stops at Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ async def measure(
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine. Ctrl-C cancels it; unless it returns what it has, KeyboardInterrupt is raised."""
+    """Runs a coroutine. Ctrl-C cancels it; KeyboardInterrupt is raised unless it then returns a partial result."""
     previous = signal.getsignal(signal.SIGINT)
 
     async def cancellable() -> T:

@@ -61,8 +61,8 @@ def rows_verdict(rows: Sequence[Speedup]) -> str:
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
     """Explains the columns, and what limits the numbers."""
     result = [
-        "speed-up: output tokens per second with drafts over those of the same requests with `speculative: false`, in "
-        "turns; the interval is over pairs of runs",
+        "speed-up: output tokens per second with drafts over output tokens per second without (`speculative: "
+        "false`), for the same requests in alternating runs; the interval is over pairs of runs",
         *(
             [f"AMD: published speed-up ({PUBLISHED_SOURCE}); a different model on a different machine"]
             if reference
@@ -95,7 +95,7 @@ def write_report(
     formats: Sequence[str],
     reference: Reference,
 ) -> list[pathlib.Path]:
-    """Writes JSON, Markdown and plots, and returns the files of JSON and Markdown.
+    """Writes JSON, Markdown and plots, and returns the paths of JSON and Markdown.
 
     Args:
         output: path of the files without suffix.

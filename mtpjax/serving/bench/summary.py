@@ -51,7 +51,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
         "input_throughput": num_input,
         "output_throughput": num_output,
         "total_throughput": num_input + num_output,
-        "concurrency": sum(latencies["e2e_latency"]),  # mean number of requests that run
+        "concurrency": sum(latencies["e2e_latency"]),  # mean number of running requests
     }
     statistics: dict[str, float | None] = {}
     for name, seconds in latencies.items():
@@ -73,7 +73,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Returns the arrays of `--output-details`, by SGLang's names: an entry per request, in the order of their ends."""
+    """Returns the arrays of `--output-details`, by SGLang's names: an entry per request, in order of completion."""
     return {
         "input_lens": [_num_prompt_tokens(outcome) for outcome in outcomes],
         "output_lens": [outcome.num_new_tokens for outcome in outcomes],
@@ -97,7 +97,7 @@ def _num_prompt_tokens(outcome: Outcome) -> int:
 
 
 def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Returns mean, median, deviation, percentiles and maximum in milliseconds; None without values."""
+    """Returns mean, median, deviation, percentiles and maximum in milliseconds; None if there are no values."""
     values = 1e3 * np.asarray(seconds if seconds else [math.nan])
     numbers = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
     numbers |= {f"p{percent}": np.percentile(values, percent) for percent in PERCENTILES}
@@ -140,7 +140,7 @@ def _peak_throughput(done: Sequence[Outcome], begin: float, duration: float) -> 
 
 
 def _peak_requests(done: Sequence[Outcome]) -> int:
-    # Ends sort before beginnings of the same moment.
+    # At the same moment, ends sort before starts.
     changes = sorted(change for each in done for change in ((each.sent, 1), (each.sent + each.latency, -1)))
     running = peak = 0
     for _, change in changes:
@@ -151,7 +151,7 @@ def _peak_requests(done: Sequence[Outcome]) -> int:
 
 def format_table(settings: dict[str, Any], summary: dict[str, Any]) -> str:
     """Formats a run as SGLang's benchmark prints it, so that scripts can read both, in lines of at most 50 columns."""
-    # The labels and their order are those of SGLang's benchmark.
+    # The labels and their order match SGLang's benchmark.
     limit = settings["max_concurrency"]
     rows = [
         ("Backend", settings["backend"]),

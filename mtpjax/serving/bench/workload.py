@@ -51,16 +51,16 @@ def random_requests(token_ids: Sequence[int], count: int, lengths: RandomLengths
 
 
 def read_dataset(path, count: int, *, categories: Sequence[str] = (), seed: int) -> list[tuple[Prompt, str | None]]:
-    """Chooses prompts of a file, evenly over its categories, each with the reply that the file has for it, or None.
+    """Chooses prompts from a file, evenly over its categories, each with its reply in the file, or None.
 
     Args:
         path: conversations as ShareGPT has them, in JSON or JSONL; or prompts, see `mtpjax.data.prompts`.
         count: number of prompts; fewer if the file has fewer.
         categories: only these; empty: all.
-        seed: seed of the choice.
+        seed: random seed for the choice.
 
     Raises:
-        ValueError: the file has another form.
+        ValueError: the file has a different format.
         OSError: the file cannot be read.
     """
     path = pathlib.Path(path)
@@ -95,7 +95,7 @@ def arrival_times(count: int, request_rate: float, *, seed: int) -> list[float]:
     Args:
         count: number of requests.
         request_rate: mean requests per second of a Poisson process; infinite: all at once. Must be above 0.
-        seed: seed of the gaps.
+        seed: random seed for the gaps.
     """
     if not request_rate > 0:
         raise ValueError(f"request_rate must be above 0, got {request_rate}")

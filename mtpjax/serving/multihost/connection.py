@@ -44,7 +44,7 @@ class Followers:
         self._connections = connections
         self.before_exit: Callable[[str], None] = lambda message: None
         self.should_drain = threading.Event()
-        self._has_ended = threading.Lock()  # taken once
+        self._has_ended = threading.Lock()  # acquired once
         self._threads = [
             threading.Thread(target=self._watch, args=(rank,), name=f"mtpjax-process-{rank}", daemon=True)
             for rank in connections
@@ -61,7 +61,7 @@ class Followers:
                 raise LostProcess(f"process {rank} cannot be reached: {error.strerror or error}") from error
 
     def stop(self, problem: str = "") -> None:
-        """Lets the other processes end; `problem` is the error that ends this one, if any."""
+        """Tells the other processes to end; `problem` is the error that ends this one, if any."""
         if self._has_ended.acquire(blocking=False):
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
