@@ -61,7 +61,9 @@ async def _connect_and_run(options, lengths) -> int:
             print(f"{options.dataset_path} has only {count_of(len(requests), 'prompt')}", file=sys.stderr)
         if options.with_and_without_mtp:
             picture_paths("comparison", options.plot_formats)  # warns early if plots are impossible
-            _check_concurrencies(options.concurrencies, len(requests))
+            if max(options.concurrencies) > len(requests) or min(options.concurrencies) < 1:
+                given = f"{len(requests)}, the number of requests, got {' '.join(map(str, options.concurrencies))}"
+                raise UsageError(f"--concurrencies must be within 1..{given}")
         # Warm up the connections and the server's programs.
         for request in requests[: options.warmup_requests]:
             for extra in ({}, WITHOUT_DRAFTS) if options.with_and_without_mtp else ({},):
@@ -110,12 +112,6 @@ async def _run_once(options, client, requests) -> int:
         print(f"interrupted after {len(outcomes)} of {count_of(len(requests), 'request')}", file=sys.stderr)
         return INTERRUPTED
     return 0 if summary["completed"] else 1
-
-
-def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
-    if max(concurrencies) > num_requests or min(concurrencies) < 1:
-        given = " ".join(map(str, concurrencies))
-        raise UsageError(f"--concurrencies must be within 1..{num_requests}, the number of requests, got {given}")
 
 
 async def _compare(options, client, requests) -> int:
@@ -208,10 +204,8 @@ def _headers(pairs: list[str]) -> dict[str, str]:
 
 
 def _json_object(text: str | None) -> dict:
-    if text is None:
-        return {}
     try:
-        value = json.loads(text)
+        value = json.loads("{}" if text is None else text)
     except ValueError as error:
         raise UsageError(f"--extra-request-body is not JSON: {error}") from error
     require(isinstance(value, dict), f"--extra-request-body must be a JSON object, not {text}")

@@ -41,9 +41,7 @@ def _add_request_flags(bench) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address of the server")
     group.add_argument("--port", type=int, default=30000, help="port of the server")
     group.add_argument("--served-model-name", help="model name (default: the first one that the server lists)")
-    group.add_argument(
-        "--header", nargs="+", default=[], metavar="KEY=VALUE", help="HTTP headers to send with every request"
-    )
+    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE", help="HTTP headers for every request")
     group.add_argument(
         "--extra-request-body",
         metavar="JSON",
@@ -90,9 +88,7 @@ def _add_measurement_flags(bench) -> None:
         help="requests per second, as a Poisson process; inf: all at once",
     )
     group.add_argument("--max-concurrency", type=int, help="maximum number of requests in flight (default: no limit)")
-    group.add_argument(
-        "--warmup-requests", type=int, default=1, help="number of warm-up requests before the measurement"
-    )
+    group.add_argument("--warmup-requests", type=int, default=1, help="requests to send before the measurement")
     group = bench.flag_group("comparison with and without drafts")
     group.add_argument(
         "--with-and-without-mtp",

@@ -39,7 +39,8 @@ def add_model_type_flag(parser) -> None:
     )
 
 
-def add_implementation_flag(parser) -> None:
+def add_decoding_model_flags(parser) -> None:
+    add_model_path_flag(parser)
     parser.flag_group("model").add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,
@@ -49,11 +50,6 @@ def add_implementation_flag(parser) -> None:
         "slowly on any device), or auto: on a GPU, the faster one for each op as measured by `mtpjax tune`; without "
         "measurements, kernels for experts, fp8 weights, prefill attention and paged attention with many rows",
     )
-
-
-def add_decoding_model_flags(parser) -> None:
-    add_model_path_flag(parser)
-    add_implementation_flag(parser)
 
 
 def add_chat_flag(group) -> None:

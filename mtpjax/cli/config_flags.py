@@ -35,16 +35,8 @@ DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
 TEXT_FIELDS = ("max_new_tokens", "max_length", "drafter", *DRAFT_FIELDS, *LOOKUP_FIELDS)
 TEXT_FIELDS += ("kv_cache_dtype", "deterministic", "allow_copies")
 # Options with one value for all rows. The other fields of `SamplingParams` have no flags.
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_new_tokens",
-)
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
+SAMPLING_FIELDS += ("presence_penalty", "min_new_tokens")
 # The `--help` group of each field's flag.
 GROUPS = {
     "model": ("kv_cache_dtype", "deterministic"),

@@ -54,8 +54,7 @@ def _add_mtp_commands(commands) -> None:
     export.flag_group("model").add_argument(
         "--input-dir",
         required=True,
-        help="a full Hugging Face checkpoint or repository, an mtpjax checkpoint, a GGUF file, or a training run's "
-        "folder",
+        help="a full Hugging Face checkpoint or repository, an mtpjax checkpoint, a GGUF file, or a run's folder",
     )
     add_model_type_flag(export)
     export.flag_group("output").add_argument("--output-dir", required=True, help=OUTPUT_HELP)
@@ -131,18 +130,17 @@ def _export_mtp(options) -> int:
 
 
 def _merge_mtp(options) -> int:
-    if options.check is not None:
-        compilation_cache.enable()
-    from mtpjax.io.checkpoint_format import find_checkpoint
-    from mtpjax.io.merge import merge_mtp
-
     # Read the prompts first, so that a bad file is rejected before anything is written.
     prompts = []
     if options.check is not None:
+        compilation_cache.enable()
         from mtpjax.data.prompts import read_prompts
 
         prompts = read_prompts(options.check)
         check_minimums(options, max_new_tokens=2)  # the first token needs no round
+    from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.io.merge import merge_mtp
+
     base = find_checkpoint(options.input_dir)
     with show_bytes_read(base, options.output_dir) as progress:
         report = merge_mtp(base, options.mtp_dir, options.output_dir, model_type=options.model_type, progress=progress)

@@ -132,10 +132,8 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     if method not in (None, found):
         raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {found.title}")
     if threshold is not None:
-        if not hasattr(drafter, "confidence_threshold"):
-            raise ValueError(
-                f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {found.title}"
-            )
+        problem = f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {found.title}"
+        require(hasattr(drafter, "confidence_threshold"), problem)
         drafter = dataclasses.replace(drafter, confidence_threshold=threshold)
     # 3. The default depth: all levels of the drafter, or the method's usual number.
     steps = settings["num_steps"]

@@ -34,9 +34,7 @@ def add_commands(commands) -> None:
     group.add_argument("--prompts", metavar="FILE", help=common.PROMPT_FILE_HELP)
     group.add_argument("--batch-size", type=int, default=8, help="number of prompts to decode together")
     common.add_chat_flag(group)
-    config_flags.add_text_flags(
-        parser, "depth_policy", seed="random seed for the first prompt; each further prompt adds 1"
-    )
+    config_flags.add_text_flags(parser, "depth_policy", seed="random seed; prompt i, counted from 0, uses seed + i")
     parser.flag_group("drafts").add_argument(
         "--profile",
         metavar="FILE",
@@ -115,9 +113,7 @@ def _read_prompts(options) -> list:
         prompts = read_prompts(options.prompts, max_characters=sys.maxsize)
         print(f"mtpjax generate: {count_of(len(prompts), 'prompt')} in {printable(options.prompts)}", file=sys.stderr)
         return prompts
-    require(
-        options.prompt.count(STANDARD_INPUT) <= 1, "--prompt - is given twice: standard input can be read only once"
-    )
+    require(options.prompt.count(STANDARD_INPUT) <= 1, "--prompt - is repeated: standard input can be read only once")
     if STANDARD_INPUT in options.prompt and options.nnodes > 1:
         raise UsageError("--prompt - needs one process: with several, use --prompts FILE")
     texts = [_read_standard_input() if text == STANDARD_INPUT else text for text in options.prompt]

@@ -116,9 +116,7 @@ def warn_of_limit(prompts: list[list[int]], config, positions: int) -> None:
     longest = max(map(len, prompts))
     if config.max_length is None and longest + config.max_new_tokens > positions:
         given = f"a prompt of {count_of(longest, 'token')} and --max-new-tokens {config.max_new_tokens}"
-        limit = (
-            f"maximum length of {positions} tokens: its text has at most {count_of(positions - longest, 'new token')}"
-        )
+        limit = f"maximum length of {positions} tokens: it gets at most {count_of(positions - longest, 'new token')}"
         print(f"mtpjax generate: {given} exceed the model's {limit}", file=sys.stderr)
 
 

@@ -26,8 +26,7 @@ def defer_interrupts() -> None:
 class _InterruptHandler:
     """Raises `KeyboardInterrupt`, now or after the running import or callback."""
 
-    def __init__(self):
-        self.waiting_since: float | None = None
+    waiting_since: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -94,7 +94,8 @@ def _run(arguments: list[str] | None) -> NoReturn:
         # Running out of memory surfaces as many kinds of errors: an import that fails, a thread that does not start, a
         # file that cannot be read.
         if is_memory_error(error) and not isinstance(error, MemoryTooSmall):
-            print(f"{name}: {_describe_full_memory(error)}", file=sys.stderr)
+            problem = f"memory is too small ({type(error).__name__}: {printable(error, 200)})"
+            print(f"{name}: {'; '.join(filter(None, [problem, describe_address_limit()]))}", file=sys.stderr)
             sys.exit(_exit_code(MemoryTooSmall))
         if not isinstance(error, ValueError | OSError | ResumableError):
             raise
@@ -120,11 +121,6 @@ def _watch_for_aborts(name: str, has_peers: bool, advice: str) -> None:
         message = f"memory is too small: native code ended the process; {limit}"
         signals = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
         continue_in_child(name, _exit_code(MemoryTooSmall), message, signals)
-
-
-def _describe_full_memory(error: BaseException) -> str:
-    parts = [f"memory is too small ({type(error).__name__}: {printable(error, 200)})", describe_address_limit()]
-    return "; ".join(filter(None, parts))
 
 
 def _exit_code(kind: type[Exception]) -> int:

@@ -209,16 +209,13 @@ def _profile(options) -> int:
 
 
 def _eval(options) -> int:
-    return {"acceptance": _eval_acceptance}[options.what](options[options.what])
-
-
-def _eval_acceptance(options) -> int:
+    options = options[options.what]
     common.set_threads(options.model_path)
     with open_mesh(options) as mesh:
-        return _eval_acceptance_on(mesh, options)
+        return _eval_acceptance(mesh, options)
 
 
-def _eval_acceptance_on(mesh, options) -> int:
+def _eval_acceptance(mesh, options) -> int:
     import rich.console
 
     from mtpjax.data.tokenizer import load_tokenizer

@@ -50,7 +50,7 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
 
     Args:
         path: the checkpoint.
-        options: parsed flags, including those of `add_mesh_flags`, `add_model_path_flag` and `add_implementation_flag`.
+        options: parsed flags, including those of `add_mesh_flags` and `add_decoding_model_flags`.
         mesh: the mesh, or None.
         rearrange: changes the parameters before they are sharded for decoding.
 

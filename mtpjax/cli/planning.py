@@ -40,9 +40,7 @@ def add_commands(commands) -> None:
     )
     group = plan.flag_group("requests")
     group.add_argument(*flag_names("batch_size"), type=int, default=8, help="number of rows to decode together")
-    group.add_argument(
-        "--context", type=int, help="tokens per row (default: 4096, or the model's maximum length if shorter)"
-    )
+    group.add_argument("--context", type=int, help="tokens per row (default: 4096, or the model's maximum if lower)")
     group.add_argument("--prefill-chunk", type=int, help="tokens per prefill pass (default: as for decoding)")
     group = plan.flag_group("drafts")
     group.add_argument(
@@ -140,8 +138,7 @@ def _plan(options) -> int:
     sizes = parse_mesh(options.mesh)
     if "fsdp" in sizes or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(
-            f"--mesh {options.mesh}: the sizes of data, expert and tensor must multiply to {options.count}, the number "
-            "of GPUs (fsdp is not allowed)"
+            f"--mesh {options.mesh}: data * expert * tensor must be {options.count} (--count), without fsdp"
         )
     meshes = [sizes] if sizes else plan.list_meshes(options.count)
     result = plan_report.compare_meshes(config, params, device, meshes, load)

@@ -101,8 +101,6 @@ def _bytes_of_weight(params) -> float:
 
     import jax
 
-    leaves = [
-        (leaf, getattr(path[-1], "name", "") != "scales") for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    ]
-    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf, _ in leaves)
-    return nbytes / sum(math.prod(leaf.shape) for leaf, is_weight in leaves if is_weight)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves)
+    return nbytes / sum(math.prod(leaf.shape) for path, leaf in leaves if getattr(path[-1], "name", "") != "scales")

@@ -33,9 +33,7 @@ def add_commands(commands) -> None:
     group.add_argument("--batch-size", type=int, default=8, help="number of records to decode together")
     output = parser.flag_group("output")
     output.add_argument("--output", required=True, metavar="FILE", help="JSONL file to write or resume")
-    config_flags.add_text_flags(
-        parser, seed="random seed; each record's seed is derived from it and the record's index"
-    )
+    config_flags.add_text_flags(parser, seed="random seed; each record's seed depends on it and the record's index")
     add_mesh_flags(parser)
     commands.add_subcommand("regenerate", parser, help="let the model write its own training data")
 

@@ -1,6 +1,6 @@
 """The flags of `mtpjax serve`, with SGLang's names. Imports no JAX."""
 
-from mtpjax.cli.common import add_implementation_flag, add_model_path_flag
+from mtpjax.cli.common import add_decoding_model_flags
 from mtpjax.cli.config_flags import DRAFT_FIELDS, LOOKUP_FIELDS, add_config_flags
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags
 from mtpjax.cli.drafter_flags import add_drafter_flags
@@ -18,15 +18,13 @@ def make_parser():
         "page with a chat and the server's state at /. Flags have SGLang's names. By default, the server listens only "
         "on this machine: see --host. After SIGTERM it finishes the running requests and exits."
     )
-    add_model_path_flag(parser)
-    add_implementation_flag(parser)
+    add_decoding_model_flags(parser)
     _add_model_flags(parser)
     _add_server_flags(parser)
     _add_startup_flags(parser)
     _add_batch_flags(parser)
     _add_cache_flags(parser)
     _add_draft_flags(parser)
-    _add_acceptance_flags(parser)
     _add_mesh_flags(parser)
     add_expert_flags(parser)
     add_disaggregation_flags(parser)
@@ -71,10 +69,7 @@ def add_listen_flags(group) -> None:
     levels = ("debug", "info", "warning", "error")
     group.add_argument("--log-level", default="info", choices=levels, metavar="LEVEL", help="lowest level to log")
     group.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        help="seconds for which running requests may continue after SIGTERM",
+        "--drain-timeout", type=float, default=30.0, help="seconds for running requests to finish after SIGTERM"
     )
 
 
@@ -172,9 +167,6 @@ def _add_draft_flags(parser) -> None:
         help="do not draft while at least this many requests decode, as in vLLM; --acceptance auto then means sample "
         "(default: always draft)",
     )
-
-
-def _add_acceptance_flags(parser) -> None:
     group = parser.flag_group("acceptance")
     group.add_argument("--speculative-use-rejection-sampling", action="store_true", help="short for --acceptance token")
     group.add_argument("--speculative-use-block-verification", action="store_true", help="short for --acceptance block")
@@ -191,11 +183,7 @@ def _add_mesh_flags(parser) -> None:
         help="number of groups into which the --tp-size devices are divided; each group decodes different requests; "
         "equivalent to --mesh data=N,...",
     )
-    group.add_argument(
-        "--enable-dp-attention",
-        action="store_true",
-        help="divide the requests between the --dp-size groups; required with --dp-size",
-    )
+    group.add_argument("--enable-dp-attention", action="store_true", help="shard the requests; required with --dp-size")
     group.add_argument(
         "--ep-size",
         type=int,

@@ -148,14 +148,11 @@ def load_grammars(backend: str | None, tokenizer, vocab_size: int):
 
 def check_used(options) -> None:
     """Raises UsageError if a flag has no effect because of another flag."""
-    unused = []
     uses_host = options.enable_hierarchical_cache or options.disaggregation_mode in ("prefill", "decode")
     if options.hicache_size is not None and not uses_host:
-        unused.append("--hicache-size has no effect without --enable-hierarchical-cache")
+        raise UsageError("--hicache-size has no effect without --enable-hierarchical-cache")
     if options.enable_hierarchical_cache and options.disable_radix_cache:
-        unused.append("--enable-hierarchical-cache has no effect with --disable-radix-cache")
-    if unused:
-        raise UsageError("; ".join(unused))
+        raise UsageError("--enable-hierarchical-cache has no effect with --disable-radix-cache")
 
 
 def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:

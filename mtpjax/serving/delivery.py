@@ -15,7 +15,7 @@ from mtpjax.serving.depth import AdaptiveDepth
 from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.matcher import GrammarError
 from mtpjax.serving.rebalancing import ExpertRebalancer
-from mtpjax.serving.request import Delta, Finish, FinishReason, RequestTimes, Sequence
+from mtpjax.serving.request import Deliver, Delta, Finish, FinishReason, RequestTimes, Sequence
 from mtpjax.serving.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Delivery:
             self.totals["new_tokens"] += len(tokens)
             sequence.times.deliveries.append((time.monotonic(), len(tokens)))
             logprobs = row.logprobs[new].tolist() if sequence.request.logprobs else None
-            self._deliver(sequence, Delta(tokens, row.origins[new], logprobs))
+            _deliver(sequence.id, sequence.deliver, Delta(tokens, row.origins[new], logprobs))
         # 3. Pages whose entries are final serve later requests.
         if sequence.lease is not None and self._scheduler.settings.shares_prefixes:
             pool = self._scheduler.pools[sequence.shard]
@@ -179,7 +179,7 @@ class Delivery:
             message=message,
             is_retryable=is_retryable,
         )
-        self._deliver(sequence, finish)
+        _deliver(sequence.id, sequence.deliver, finish)
         try:
             if is_counted:
                 self._observe(finish, sequence.times)
@@ -209,16 +209,14 @@ class Delivery:
                 message=f"request {sequence.id} failed: {message}",
                 is_retryable=True,
             )
-            try:
-                deliver(finish)
-            except Exception:
-                _log.exception("request %d: its receiver failed", sequence.id)
+            _deliver(sequence.id, deliver, finish)
 
-    def _deliver(self, sequence: Sequence, event: Delta | Finish) -> None:
-        try:
-            sequence.deliver(event)
-        except Exception:
-            _log.exception("request %d: its receiver failed", sequence.id)
+
+def _deliver(number: int, deliver: Deliver, event: Delta | Finish) -> None:
+    try:
+        deliver(event)
+    except Exception:
+        _log.exception("request %d: its receiver failed", number)
 
 
 def draft_counts(counts: list[int]) -> dict[str, Any]:

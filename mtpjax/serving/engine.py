@@ -333,14 +333,14 @@ class Engine:
             self._executor.admit(rows)
         if plan.admitted:
             # Before `saved` may overwrite these rows.
-            self._executor.restore_snapshots(plan.restored)
+            self._executor.copy_snapshots(plan.restored, to_state=True)
             self._delivery.count_admitted(plan.admitted)
         prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
         if prompts:
             chunks = {sequence.id: chunk for chunk in prompts for sequence in chunk[:1]}
             for rows in split("prefill", [sequence for sequence, *_ in prompts]):
                 calls.append(self._executor.prefill([chunks[sequence.id] for sequence in rows]))
-            self._executor.save_snapshots(plan.saved)
+            self._executor.copy_snapshots(plan.saved, to_state=False)
         calls += [self._executor.score(chunk) for chunk in plan.prefills if chunk[0].scored is not None]
         drafts = []
         for depth, sequences in plan.constrained.items():

@@ -19,6 +19,7 @@ from mtpjax.decoding.session import Session, in_every_process
 from mtpjax.decoding.state import StateShape
 from mtpjax.drafters.trained import require_whole_trunk
 from mtpjax.inference.requests import check_settings, explain_param_errors, make_drafter, params_to_device
+from mtpjax.messages import require
 from mtpjax.models import expert_moves
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
 from mtpjax.models.config import ModelConfig
@@ -166,10 +167,8 @@ class EngineSession(Session):
         moving = {name: experts[name] for name in (*STACKS, "placement") if name in experts}
         with self._on_device(move_experts):
             moved = move_experts(moving, placement_tables(expert_of_slot, config.n_routed_experts), config=config)
-        self.params = {
-            **self.params,
-            "trunk": {**trunk, layer: {**trunk[layer], "experts": {**experts, **moved}}},
-        }
+        trunk = {**trunk, layer: {**trunk[layer], "experts": {**experts, **moved}}}
+        self.params = {**self.params, "trunk": trunk}
         # The engine's creator may still reference the old arrays: without this, memory would hold both copies. Calls
         # dispatched earlier are not affected.
         for leaf in jax.tree.leaves(moving):
@@ -266,10 +265,8 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
 
 
 def _check_rebalancing(params: dict, model: MTPModel, num_devices: int) -> None:
-    if not model.config.is_moe:
-        raise ValueError("the model has no routed experts to rebalance")
-    if num_devices == 1:
-        raise ValueError("experts are rebalanced between devices: use a mesh that splits them over data or expert")
+    require(model.config.is_moe, "the model has no routed experts to rebalance")
+    require(num_devices > 1, "experts are rebalanced between devices: use a mesh that splits them over data or expert")
     if not all("placement" in params["trunk"][layer]["experts"] for layer in expert_layers(model.config)):
         raise ValueError("experts can be rebalanced only after `place_all_layers`, which gives them slots")
 

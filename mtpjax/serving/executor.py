@@ -102,23 +102,13 @@ class Executor:
                 pool.outgoing, pool.incoming = [], []
         return leaving
 
-    def save_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
-        """Copies the recurrent states of requests to snapshot rows."""
-        for slots, kept in self._of_shards(rows):
-            self.session.copy_snapshots(slots, kept, to_state=False)
-
-    def restore_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
-        """Copies snapshot rows to the slots of requests."""
-        for slots, kept in self._of_shards(rows):
-            self.session.copy_snapshots(slots, kept, to_state=True)
-
-    def _of_shards(self, rows: list[tuple[Sequence, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields slots and snapshot rows, both `[P]` int32, one per shard."""
+    def copy_snapshots(self, rows: list[tuple[Sequence, int]], *, to_state: bool) -> None:
+        """Copies the recurrent states of requests to snapshot rows, or with `to_state` back to the requests' slots."""
         shards = [[row for row in rows if row[0].shard == shard] for shard in range(self._sizes.num_shards)]
         for some in itertools.zip_longest(*shards):
             pairs = [(NO_ROW, NO_ROW) if row is None else (row[0].slot, row[1]) for row in some]
             slots, kept = np.array(pairs, np.int32).T
-            yield slots, kept
+            self.session.copy_snapshots(slots, kept, to_state=to_state)
 
     def _prepare(self, kind: str, sequences: list[Sequence], depth: int = 0) -> tuple[ProgramKey, Grid, Batch]:
         """Chooses the program of a call, and arranges its rows."""

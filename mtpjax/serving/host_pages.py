@@ -6,6 +6,7 @@ gets the page, and back when a prompt starts with that text again. Both copies a
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,16 +106,14 @@ def copy_in(state: DecodeState, pages: Sequence[tuple[int, Entries]]) -> DecodeS
     return state
 
 
-def page_shapes(state: DecodeState) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a page's entries."""
+def page_shapes(state: Any) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a page's entries; the state's leaves may be shapes."""
     return [jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype) for cache in _caches(state) for pool in pool_arrays(cache)]
 
 
-def page_bytes(state: Any) -> int:
-    """Returns the bytes of a page's entries; the state's leaves may be shapes."""
-    return sum(
-        pool.size // pool.shape[0] * pool.dtype.itemsize for cache in _caches(state) for pool in pool_arrays(cache)
-    )
+def page_bytes(shapes: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """Returns the bytes of entries with these shapes."""
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in shapes)
 
 
 def warm_up(state: DecodeState) -> DecodeState:

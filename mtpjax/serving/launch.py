@@ -62,7 +62,7 @@ class ServerSettings:
 def page_bytes(decoder: Decoder, dtype: Any) -> int:
     """Computes the bytes of one page in all caches, on all devices together; the decoder's pool has one page."""
     state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
-    return host_pages.page_bytes((state.trunk, state.drafter))
+    return host_pages.page_bytes(host_pages.page_shapes((state.trunk, state.drafter)))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:

@@ -134,19 +134,14 @@ class Metrics:
         for names, count in self.more_counters.items():
             yield "counter", names, [("_total", {}, count())]
         # 2. Counts with a second label: draft levels from 0, as vLLM numbers them, and how requests ended.
-        levels: list[Sample] = [
-            ("_total", {"position": str(level)}, count) for level, count in enumerate(status.accepted)
-        ]
+        levels: list[Sample] = [("_total", {"position": str(k)}, count) for k, count in enumerate(status.accepted)]
         yield "counter", metric_names.ACCEPTED_PER_POSITION, levels
         # 3. Latencies and sizes of requests.
         with self._lock:
             finished = dict(self._finished)
             histograms = {names: each.samples() for names, each in self._histograms.items()}
-        yield (
-            "counter",
-            metric_names.FINISHED,
-            [("_total", {"finished_reason": reason}, count) for reason, count in finished.items()],
-        )
+        reasons: list[Sample] = [("_total", {"finished_reason": each}, count) for each, count in finished.items()]
+        yield "counter", metric_names.FINISHED, reasons
         for names, samples in histograms.items():
             yield "histogram", names, samples
 

@@ -88,9 +88,7 @@ class PagePool:
         for page in known:
             self._unused.pop(page, None)
             self._users[page] += 1
-        pages = []
-        for digest, page in shared:
-            pages.append(self._bring_in(digest) if page is None else page)
+        pages = [self._bring_in(digest) if page is None else page for digest, page in shared]
         pages += [self._take() for _ in range(num_pages - len(shared))]
         digest = shared[-1][0] if shared else _first_hash(salt)
         lease = Lease(pages, len(shared) * size, len(shared), digest, num_found)

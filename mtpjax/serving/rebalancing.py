@@ -91,10 +91,9 @@ class ExpertRebalancer:
             self._session.move_experts(layer, after.expert_of_slot)
             self._placements[layer] = after.expert_of_slot
         self._changes.append((now.imbalance, after.imbalance))
-        if not self._waiting:
-            self._finish()
-
-    def _finish(self) -> None:
+        # The last layer completes the placement.
+        if self._waiting:
+            return
         changes, self._changes = self._changes, []
         num_moved = sum(before != after for before, after in changes)
         before, after = np.mean(changes, axis=0).tolist()

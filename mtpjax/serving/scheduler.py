@@ -180,8 +180,7 @@ class Scheduler:
         return self.settings.num_pages_of(min(length + max_growth, limit))
 
     def _grow(self, sequence: Sequence) -> None:
-        """Adds the pages that the next call may fill; preempts the newest rows, possibly this one, if there are
-        none."""
+        """Adds the pages that the next call may fill. If there are too few, preempts the newest rows first."""
         assert sequence.lease is not None
         needed = self._num_pages(sequence.max_length, sequence.limit) - len(sequence.lease.pages)
         while needed > 0 and not self.pools[sequence.shard].extend(sequence.lease, needed):

@@ -15,6 +15,7 @@ from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.session import Batch, in_every_process, of_shard, put, take
 from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.messages import require
 from mtpjax.models.cache import commit
 from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.model import bind
@@ -37,12 +38,9 @@ class ScoredChunk(flax.struct.PyTreeNode):
 
 def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
     """Raises ValueError if a text to score is empty or too long, or a token id or `num_top` is out of range."""
-    if not 1 <= len(tokens) <= max_length:
-        raise ValueError(f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
-    if not all(0 <= token < vocab_size for token in tokens):
-        raise ValueError(f"the text holds a token id outside 0..{vocab_size - 1}")
-    if not 0 <= num_top <= MAX_TOP:
-        raise ValueError(f"num_top must be within 0..{MAX_TOP}, got {num_top}")
+    require(1 <= len(tokens) <= max_length, f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
+    require(all(0 <= token < vocab_size for token in tokens), f"the text holds a token id outside 0..{vocab_size - 1}")
+    require(0 <= num_top <= MAX_TOP, f"num_top must be within 0..{MAX_TOP}, got {num_top}")
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("decoder",))

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Drafter
+from mtpjax.messages import require
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import data_size, platform_of
@@ -123,8 +124,7 @@ def resolve_sizes(
     sizes_from_1 = ("num_slots", "page_size", "num_pages", "prefill_tokens", "rounds_per_call", "max_waiting")
     for name in (*sizes_from_1, "rebalance_experts_every"):
         value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
     # 1. The rows of a call.
     num_shards = data_size(mesh)
     if settings.num_slots % num_shards:
@@ -139,12 +139,10 @@ def resolve_sizes(
     _check_changing_depth(settings, config, decoder)
     # 2. The pool.
     max_length = limit if settings.max_length is None else min(settings.max_length, limit)
-    if max_length < 2:
-        raise ValueError(f"max_length must be at least 2, got {max_length}")
+    require(max_length >= 2, f"max_length must be at least 2, got {max_length}")
     max_pages = decoder.num_pages_of(max_length)
     num_pages = settings.num_pages or max_pages * settings.num_slots
-    if num_pages % num_shards:
-        raise ValueError(f"num_pages must be a multiple of data = {num_shards}, got {num_pages}")
+    require(num_pages % num_shards == 0, f"num_pages must be a multiple of data = {num_shards}, got {num_pages}")
     num_snapshots = 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots
     if not settings.shares_prefixes or not has_recurrent_layers(model.config):
         num_snapshots = 0
@@ -202,8 +200,7 @@ def _check_changing_depth(settings: EngineSettings, config: DecodeConfig, decode
     """Raises `ValueError` if the depth depends on load or acceptance, and the settings do not allow that."""
     if settings.disable_drafts_at is None and not settings.adapts_depth:
         return
-    if config.topk > 1:
-        raise ValueError("draft levels can adapt to load or acceptance only for chains: set topk to 1")
+    require(config.topk <= 1, "draft levels can adapt to load or acceptance only for chains: set topk to 1")
     if decoder.spec.is_ratio_rule:
         raise ValueError(
             f"under acceptance '{decoder.spec.rule}' the text for a seed depends on the number of drafts, which would "

@@ -43,9 +43,8 @@ class TrialCompile:
             worker = WorkerProcess(__file__)
             self._workers.append(worker)
         try:
-            worker.ask(
-                [json.dumps({"grammar": grammar, "limits": limits, "seconds": seconds}).encode()], MAX_WALL_SECONDS
-            )
+            request = {"grammar": grammar, "limits": limits, "seconds": seconds}
+            worker.ask([json.dumps(request).encode()], MAX_WALL_SECONDS)
         finally:
             self._idle.append(worker)
 

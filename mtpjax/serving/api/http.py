@@ -38,10 +38,8 @@ class RequestGuard:
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
         self._app, self._open_paths = app, settings.open_paths
-        self._digests, self._admin_digests = (
-            [hashlib.sha256(key.encode()).digest() for key in keys]
-            for keys in (settings.api_keys, settings.admin_api_keys)
-        )
+        digests = lambda keys: [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests, self._admin_digests = digests(settings.api_keys), digests(settings.admin_api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,10 +69,8 @@ class RequestGuard:
             return None
         digest = _bearer_digest(scope)
         # Compare with every key, so that the time reveals nothing about any of them.
-        is_user, is_admin = (
-            sum(hmac.compare_digest(digest, known) for known in digests) > 0
-            for digests in (self._digests, self._admin_digests)
-        )
+        is_one_of = lambda digests: sum(hmac.compare_digest(digest, known) for known in digests) > 0
+        is_user, is_admin = is_one_of(self._digests), is_one_of(self._admin_digests)
         is_known = is_user or is_admin
         if self._digests and not is_known and scope["path"] not in self._open_paths:
             return _invalid_key("API key")

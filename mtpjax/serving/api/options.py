@@ -77,9 +77,7 @@ class Options:
         num_texts = len(prompts) * self.num_choices
         texts = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
         if num_texts > limits.max_requests:
-            raise ApiError(
-                f"a request may have at most {count_of(limits.max_requests, 'text')}, got {texts}", param="n"
-            )
+            raise ApiError(f"a request is limited to {count_of(limits.max_requests, 'text')}, got {texts}", param="n")
         # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
             message = (
@@ -210,9 +208,7 @@ def _shared_options(
     ends = () if values["ignore_eos"] else limits.eos_token_ids
     stop_ids = tuple(dict.fromkeys([*ends, *stop_ids]))
     if len(stop_ids) > tables.MAX_STOP_TOKENS:
-        message = (
-            f"{stop_ids_param} and the model's {len(ends)} end tokens are together more than {tables.MAX_STOP_TOKENS}"
-        )
+        message = f"{stop_ids_param} and the model's {len(ends)} end tokens are more than {tables.MAX_STOP_TOKENS}"
         raise ApiError(message, param=stop_ids_param)
     return {
         "sampling": sampling,

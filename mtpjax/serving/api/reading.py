@@ -52,8 +52,7 @@ class BodyReader:
 
     def _chat(self, body: Body) -> Reading:
         values, options = read_openai(body, self.limits, is_chat=True)
-        begins_answer = values["add_generation_prompt"]
-        prompt = read_chat(self.tokenizer, body, self.limits, add_generation_prompt=begins_answer)
+        prompt = read_chat(self.tokenizer, body, self.limits, add_generation_prompt=values["add_generation_prompt"])
         return self._reading(body, options, [prompt], "messages")
 
     def _completion(self, body: Body) -> Reading:

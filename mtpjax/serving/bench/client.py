@@ -114,13 +114,12 @@ class Client:
 
         body = self._backend.write(request, self.model, self._stream, self._ignore_eos)
         content = json.dumps(merge(merge(body, self._extra), extra_body or {})).encode()
+        headers = {"Content-Type": "application/json"}
         outcome = Outcome(request, time.perf_counter())
         try:
             async with (
                 self._connections.use() as connection,
-                connection.stream(
-                    "POST", self._backend.path, content=content, headers={"Content-Type": "application/json"}
-                ) as response,
+                connection.stream("POST", self._backend.path, content=content, headers=headers) as response,
             ):
                 await self._read(response, outcome)
             if not outcome.num_new_tokens:

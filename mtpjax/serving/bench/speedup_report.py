@@ -63,13 +63,10 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
     result = [
         "speed-up: output tokens per second with drafts over output tokens per second without (`speculative: "
         "false`), for the same requests in alternating runs; the interval is over pairs of runs",
-        *(
-            [f"AMD: published speed-up ({PUBLISHED_SOURCE}); a different model on a different machine"]
-            if reference
-            else []
-        ),
         "accept length: 1 + accepted drafts / verification passes; TTFT and ITL: means, without drafts / with MTP",
     ]
+    if reference:
+        result.insert(1, f"AMD: published speed-up ({PUBLISHED_SOURCE}); a different model on a different machine")
     if failed := sum(row.num_failed for row in rows):
         result.append(f"{count_of(failed, 'request')} failed; their tokens do not count")
     result += [f"{count_of(row.concurrency, 'request')} at once: {row.problem}" for row in rows if row.problem]

@@ -12,7 +12,7 @@ import jax
 import msgpack
 import numpy as np
 
-from mtpjax.serving.host_pages import Entries
+from mtpjax.serving.host_pages import Entries, page_bytes
 
 PATH = "/disaggregation/prefill"
 MAX_AGE = 60.0  # seconds that the clocks of two machines may differ
@@ -77,10 +77,6 @@ def unpack(body: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
     if not isinstance(message, dict) or {name: type(value) for name, value in message.items()} != dict(fields):
         raise ValueError("the message has unexpected fields; do both servers run the same version?")
     return message
-
-
-def page_bytes(shapes: Sequence[jax.ShapeDtypeStruct]) -> int:
-    return sum(int(np.prod(each.shape)) * each.dtype.itemsize for each in shapes)
 
 
 def pages_to_bytes(pages: Sequence[Entries]) -> np.ndarray:

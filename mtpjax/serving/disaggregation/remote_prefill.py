@@ -17,6 +17,7 @@ from mtpjax.errors import printable
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import Transfer
+from mtpjax.serving.host_pages import page_bytes
 from mtpjax.serving.page_exchange import PageExchange
 from mtpjax.serving.page_pool import page_digests
 from mtpjax.serving.request import Request
@@ -101,19 +102,19 @@ class RemotePrefill:
         num_known = self._pages.count_known(prompt[:-1], salt)
         if num_known == len(digests):
             return False
-        # 1. Ask.
+        # 1. Send the request.
         # The salt may be the hash of a client's key, which the network must not see.
         salt = hashlib.sha256(salt).digest()
         message = {"model": self._model, "tokens": np.array(prompt, "<i4").tobytes(), "salt": salt}
         body = protocol.pack({**message, "num_known": num_known})
         headers = self._signer.sign(body)
-        max_bytes = (len(digests) - num_known) * protocol.page_bytes(shapes)
+        max_bytes = (len(digests) - num_known) * page_bytes(shapes)
         answer = self._post(body, headers, max_bytes + protocol.MESSAGE_BYTES, deadline)
         fields = {"size": int, "checksum": bytes, **self._transfer.fields}
         values = protocol.unpack(answer, fields)
         # 2. Fetch.
         num_bytes = values["size"]
-        if not 0 < num_bytes <= max_bytes or num_bytes % protocol.page_bytes(shapes):
+        if not 0 < num_bytes <= max_bytes or num_bytes % page_bytes(shapes):
             raise ValueError(f"expected pages of at most {max_bytes} bytes, got {num_bytes}")
         data = self._transfer.receive(values, num_bytes, self._host, max(deadline - time.monotonic(), 0.1))
         if len(data) != num_bytes or protocol.checksum(data) != values["checksum"]:
