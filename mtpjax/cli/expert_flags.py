@@ -4,7 +4,7 @@ from typing import Any
 
 from mtpjax.errors import UsageError
 
-MAX_COUNTS_BYTES = 64 << 20  # of an --init-expert-location file
+MAX_COUNTS_BYTES = 64 << 20  # maximum size of an --init-expert-location file
 
 
 def add_expert_flags(parser) -> None:
@@ -47,7 +47,7 @@ def place_experts_by_flags(params: dict, options, mesh) -> dict:
     Args:
         params: parameters with unrolled layers.
         options: the parsed flags.
-        mesh: the mesh of the server; None: it has one device.
+        mesh: the server's mesh; None: the server uses one device.
 
     Raises:
         UsageError: the file of counts does not have SGLang's format.

@@ -87,7 +87,7 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
         The arguments, with dashes for underscores in the names of flags.
 
     Raises:
-        UsageError: the command is unknown or missing, or as for `check_flags`.
+        UsageError: the command is unknown or missing, or `check_flags` rejects a flag.
     """
     command: list[str] = []
     # `eval` has subcommands.

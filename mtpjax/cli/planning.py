@@ -41,7 +41,7 @@ def add_commands(commands) -> None:
     group = plan.flag_group("requests")
     group.add_argument(*flag_names("batch_size"), type=int, default=8, help="number of rows to decode together")
     group.add_argument("--context", type=int, help="tokens per row (default: 4096, or the model's maximum if lower)")
-    group.add_argument("--prefill-chunk", type=int, help="tokens per prefill pass (default: as for decoding)")
+    group.add_argument("--prefill-chunk", type=int, help="tokens per prefill pass (default: the same as for decoding)")
     group = plan.flag_group("drafts")
     group.add_argument(
         *flag_names("num_steps"), type=int, help="draft levels per round (default: 1 with MTP modules, else 0)"

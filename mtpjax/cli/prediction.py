@@ -6,7 +6,7 @@ from mtpjax.errors import UsageError
 from mtpjax.messages import did_you_mean
 
 DEVICE_NAMES = ("h100", "h200", "mi300x")  # keys of `mtpjax.evaluation.roofline.DEVICES`, which imports JAX
-MAX_CONFIG_BYTES = 16 * 2**20  # of a config.json
+MAX_CONFIG_BYTES = 16 * 2**20  # maximum size of a config.json
 
 
 def add_prediction_flags(profile) -> None:

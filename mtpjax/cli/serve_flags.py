@@ -35,7 +35,7 @@ def _add_model_flags(parser) -> None:
     group = parser.flag_group("model")
     group.add_argument("--tokenizer-path", help="folder of the tokenizer (default: the model's)")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja chat template (default: the model's)")
-    group.add_argument("--context-length", type=int, help="maximum tokens of prompt plus answer (default: the model's)")
+    group.add_argument("--context-length", type=int, help="maximum tokens in prompt plus answer (default: the model's)")
     add_config_flags(parser, ("kv_cache_dtype",))
 
 

@@ -64,7 +64,7 @@ class Engine:
         config: settings that all requests share; limits and stop tokens come from each request.
         settings: sizes and limits.
         observe: called from the engine's thread with the end of each request and its times, for metrics.
-        followers: the other processes of the mesh, which run the same calls; None: there are none.
+        followers: the other processes of the mesh, which run the same calls; None: there is only this process.
         draft_params: the drafter's own parameters (`mtpjax.load_drafter`); None: it has no parameters, or uses the
             model's MTP modules.
         grammars: compiles the grammars of requests; None: requests cannot have grammars.
@@ -73,7 +73,7 @@ class Engine:
         ValueError: settings contradict each other or the model.
 
     Attributes:
-        max_length: maximum tokens of a text, prompt included.
+        max_length: maximum number of tokens in a text, including the prompt.
         vocab_size: token ids are 0 .. vocab_size - 1.
         max_requests: maximum number of running and waiting requests.
         pages: exchanges pages of the prefix cache with other engines.
@@ -220,7 +220,7 @@ class Engine:
         return text.result()
 
     def flush_cache(self) -> int:
-        """Drops the pages that no request uses; returns their number."""
+        """Drops the cached pages that no request uses; returns how many."""
         return self._inbox.ask(lambda: sum(pool.forget() for pool in self._scheduler.pools))
 
     def status(self) -> EngineStatus:
@@ -273,10 +273,10 @@ class Engine:
         return ""
 
     def close(self, timeout: float | None = None) -> bool:
-        """Accepts no new requests, waits for the others, and stops the thread.
+        """Accepts no new requests, waits for the running ones, and stops the thread.
 
         Args:
-            timeout: seconds after which requests that still run are aborted; None: no limit.
+            timeout: seconds after which requests that are still running are aborted; None: no limit.
 
         Returns:
             True if all requests ended without being aborted.
@@ -381,7 +381,7 @@ class Engine:
             self._scheduler.add(sequence)
 
     def _recover(self, error: Exception) -> None:
-        """Ends the admitted requests, whose state may be lost, and continues with the others."""
+        """Ends the admitted requests, whose state may be lost, and continues with the waiting requests."""
         _log.error("a call of the engine failed; its requests end", exc_info=error)
         # 1. End the requests. Their slots and pages are lost.
         self._in_flight = []

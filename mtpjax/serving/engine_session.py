@@ -48,7 +48,7 @@ class EngineSession(Session):
         settings: sizes.
         draft_params: the drafter's own parameters; None: it has no parameters, or uses the model's MTP modules.
         announce: sends the name, arguments and key of each call to the other processes of the mesh, before the call is
-            dispatched here; None: there are none.
+            dispatched here; None: there is only this process.
 
     Raises:
         ValueError: settings contradict each other or the model.

@@ -29,7 +29,7 @@ from mtpjax.serving.scoring import score_chunk
 from mtpjax.serving.snapshots import NO_ROW
 
 NUM_MEASURED = 5  # timed rounds per batch size and depth
-PROMPT_LENGTH = 16  # of the rows whose rounds are timed
+PROMPT_LENGTH = 16  # tokens in the rows whose rounds are timed
 
 Grid = list[list[Sequence | None]]  # the rows of each shard; None for padding
 

@@ -18,7 +18,7 @@ from mtpjax.worker_process import WorkerEnded
 GrammarKind = Literal["json_schema", "regex"]
 
 MAX_GRAMMAR_BYTES = 1 << 16
-MAX_COMPILE_SECONDS = 10.0  # of CPU time
+MAX_COMPILE_SECONDS = 10.0  # CPU time
 # Each lexer state takes 1-2 kB, and a step of 100,000 units of fuel takes about 10 ms.
 _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
 

@@ -117,7 +117,7 @@ def run_in_thread(
     Args:
         app: the application.
         listener: from `listen`.
-        header_seconds: as for `run_app`.
+        header_seconds: see `run_app`.
         last_seconds: time that open connections get at shutdown.
         log_level: log level of the HTTP server.
     """

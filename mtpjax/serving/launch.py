@@ -47,7 +47,7 @@ class ServerSettings:
     """Settings of the server process.
 
     Attributes:
-        watchdog_seconds: a call that takes longer ends the process; None: no limit.
+        watchdog_seconds: duration of a call after which the process ends; None: no limit.
         drain_seconds: time that running requests get to finish after SIGTERM.
         header_seconds: time within which a client must send the header of a request.
         warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
@@ -60,13 +60,13 @@ class ServerSettings:
 
 
 def page_bytes(decoder: Decoder, dtype: Any) -> int:
-    """Computes the bytes of one page in all caches, on all devices together; the decoder's pool has one page."""
+    """Computes the bytes of one page in all caches, over all devices; the decoder's pool must have one page."""
     state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
     return host_pages.page_bytes(host_pages.page_shapes((state.trunk, state.drafter)))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Computes the bytes of one row's recurrent states, on all devices together; 0 for models without them."""
+    """Computes the bytes of one row's recurrent states, over all devices; 0 for models without such states."""
     cache = jax.eval_shape(lambda: empty_cache(config, config.trunk_kinds, 1, 1, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recurrent_entries(cache)))
 

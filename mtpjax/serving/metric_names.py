@@ -34,7 +34,7 @@ def _one_name(name: str, help: str) -> Names:
 GAUGES = (
     Names("num_running", "num_running_reqs", "num_running_reqs", "num_requests_running", "Requests in slots."),
     Names("num_waiting", "num_queue_reqs", "num_queue_reqs", "num_requests_waiting", "Requests in the queue."),
-    Names("num_slots", "max_running_reqs", "", "", "Slots: maximum requests that run at the same time."),
+    Names("num_slots", "max_running_reqs", "", "", "Slots: maximum number of running requests."),
     Names("token_usage", "token_usage", "token_usage", "kv_cache_usage_perc", "Share of pages in use, 0 to 1."),
     Names("num_used_tokens", "kv_used_tokens", "num_used_tokens", "", "Positions in KV cache pages that are in use."),
     Names("num_tokens", "max_total_num_tokens", "max_total_num_tokens", "", "Positions in all KV cache pages."),

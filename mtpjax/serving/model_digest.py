@@ -10,7 +10,7 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.config import ModelConfig
 
-VERSION = 1  # of the contents of a page
+VERSION = 1  # version of the page contents
 NUM_SAMPLED = 16  # numbers of each parameter that the hash depends on
 
 
@@ -31,7 +31,7 @@ def model_digest(
         decode: settings of the requests.
         page_size: positions per page.
         page_shapes: shapes and dtypes of a page's entries.
-        draft_params: the drafter's own parameters; None: it has no parameters of its own.
+        draft_params: the drafter's own parameters, if it has any.
     """
     digest = hashlib.sha256()
     drafting = (decode.drafter, decode.draft_window, decode.draft_sinks, decode.kv_cache_dtype)

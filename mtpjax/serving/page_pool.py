@@ -62,7 +62,7 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def acquire(self, tokens: Sequence[int], num_pages: int, *, salt: bytes = b"") -> Lease | None:
-        """Reserves the pages of a request: known ones for the prefix of its prompt, then others.
+        """Reserves the pages of a request: known pages for the prefix of its prompt, then free pages.
 
         Args:
             tokens: the prompt.
@@ -237,7 +237,7 @@ def make_pools(sizes: EngineSizes, settings: EngineSettings) -> list[PagePool]:
 
 
 def page_digests(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> Iterator[bytes]:
-    """Yields the hashes of the whole pages of a text."""
+    """Yields the hashes of the full pages of a text."""
     digest = _first_hash(salt)
     for begin in range(0, len(tokens) // page_size * page_size, page_size):
         digest = _extend_hash(digest, tokens[begin : begin + page_size])

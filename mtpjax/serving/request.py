@@ -23,7 +23,7 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: maximum new tokens, at least 1.
+        max_new_tokens: maximum number of new tokens, at least 1.
         sampling: one value per option. A temperature above 0 needs a seed.
         stop_token_ids: the text ends after any of these tokens, which is part of the new tokens.
         stop_sequences: the text ends after any of these sequences of new tokens, which is part of them.
@@ -152,7 +152,7 @@ class Lease:
         num_stored: pages at the start whose text has been hashed.
         digest: hash of the text in these pages.
         num_found: pages at the start that were known; `num_cached` covers fewer if no snapshot reaches that far.
-        snapshot: row of the snapshot with the recurrent state after the cached tokens; None: no such state.
+        snapshot: snapshot row with the recurrent state after the cached tokens; None: no such state.
         reserved: snapshot rows that this request writes, by the number of pages before them.
     """
 
@@ -172,7 +172,7 @@ class Sequence:
     Attributes:
         deliver: receives its deltas and its end.
         text: the prompt and the new tokens that were read from the device.
-        limit: maximum tokens of the text.
+        limit: maximum number of tokens in the text.
         rows: the request as arrays, for the executor.
         is_plain: greedy, with no sampling options or log-probabilities.
         scored: collects the log-probabilities of a text that is not continued; None for all other requests.
@@ -184,12 +184,12 @@ class Sequence:
         position: next prompt position to process.
         snapshot_stops: prompt positions where a chunk ends, so that the recurrent state there can be kept.
         num_to_prefill: positions to process before it decodes.
-        max_length: maximum tokens of its text after the dispatched calls.
-        min_length: minimum tokens of its text then, unless it ends.
+        max_length: maximum number of tokens in its text after the dispatched calls.
+        min_length: minimum number of tokens in its text then, unless it ends.
         num_unread: calls whose report has not been read yet.
         is_resumed: it decoded before, so prefill ends with a token that has already been delivered.
         has_ended: its end has been delivered.
-        num_cached: tokens of its prompt that the prefix cache held when it was first admitted.
+        num_cached: tokens of its prompt that were in the prefix cache when it was first admitted.
         num_kept: tokens of its text that `ExpertRebalancer` has kept.
         counts: verification passes since it was last admitted, then per draft level proposed and accepted drafts; empty
             before its first report.

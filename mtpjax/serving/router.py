@@ -21,7 +21,7 @@ from mtpjax.serving.api.http import error_response, read_bytes, run_while_connec
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0
 CONNECT_SECONDS = 2.0
-PREFIX_CHARACTERS = 256  # of a prompt: requests with a common prefix go to the same server if several are equally busy
+PREFIX_CHARACTERS = 256  # length of the prompt's prefix that decides between equally busy servers
 PROMPT_FIELDS = ("messages", "prompt", "text", "input_ids")
 # Headers that apply to one connection only, which a proxy does not forward (RFC 9110, 7.6.1).
 HOP_HEADERS = frozenset(

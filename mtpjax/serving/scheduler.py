@@ -25,7 +25,7 @@ class Plan:
         prefills: rows whose next chunk is processed, each with the start and end of the chunk.
         saved: rows whose recurrent state is kept when their chunk is processed, each with the snapshot's row.
         advances: the rows that decode, by number of draft levels.
-        constrained: the same for rows with a grammar, which take one round.
+        constrained: the same as `advances`, for rows with a grammar, which take one round.
         num_rounds: rounds in each call of `advances`.
     """
 
@@ -137,8 +137,8 @@ class Scheduler:
                 sequence.num_unread += 1
                 if sequence.is_prefilled:
                     sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
-        # 4. The others decode. All rows with drafts have the same depth. A row with a grammar waits for the
-        #    next tick after its prompt: its masks follow from its first new token.
+        # 4. The other rows decode. All rows with drafts have the same depth. A row with a grammar waits for the next
+        #    tick after its prompt: its masks follow from its first new token.
         just_prefilled = {sequence.id for sequence, *_ in plan.prefills if sequence.matcher is not None}
         decoding = [
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled

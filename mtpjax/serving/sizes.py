@@ -19,8 +19,8 @@ class EngineSettings:
 
     Attributes:
         num_slots: maximum number of running requests.
-        max_length: maximum tokens of a text, prompt included; None: the model's `max_position_embeddings`, which also
-            caps it.
+        max_length: maximum number of tokens in a text, including the prompt; None: the model's
+            `max_position_embeddings`, which also caps it.
         page_size: positions per page.
         num_pages: pages of the pool; None: enough for every slot at `max_length`.
         prefill_tokens: maximum prompt tokens per call; None: four chunks.
@@ -76,7 +76,7 @@ class EngineSizes:
         shard_slots: slots of a shard.
         shard_pages: pages of a shard.
         shard_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without them.
-        max_length: maximum tokens of a text, prompt included.
+        max_length: maximum number of tokens in a text, including the prompt.
         capacity: tokens per row that the state has room for.
         depths: numbers of draft levels that calls use, the deepest first; 0 is one of them, because a request may
             decode without drafts.
@@ -116,7 +116,7 @@ def resolve_sizes(
         drafter: the draft method of `config`.
         model: the model, fitted to the mesh.
         mesh: mesh of the parameters; None: one device.
-        limit: maximum tokens of a text that the model allows.
+        limit: maximum number of tokens in a text that the model allows.
 
     Raises:
         ValueError: sizes are below their minimum, contradict each other, or cannot be divided over the mesh.

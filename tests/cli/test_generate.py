@@ -172,7 +172,7 @@ def test_a_file_of_json_lines_gives_its_prompts_and_ids(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "give --prompt TEXT, --prompt - or --prompts FILE"),
+        ([], "use --prompt TEXT, --prompt - or --prompts FILE"),
         (["--prompt", "x", "--prompts", "FILE"], "--prompt and --prompts cannot be combined"),
         (["--prompts", "missing.txt"], "missing.txt"),
         (["--prompts", "FOLDER"], "is a folder, not a file"),

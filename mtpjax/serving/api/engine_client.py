@@ -16,7 +16,7 @@ class Engine(Protocol):
     """The interface of the engine. Its methods are thread-safe.
 
     Attributes:
-        max_length: maximum tokens of a text; a prompt has fewer.
+        max_length: maximum number of tokens in a text; a prompt must be shorter.
         max_requests: maximum number of running and waiting requests.
         grammars: compiles the grammars of requests; None: grammars are not supported.
         progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.

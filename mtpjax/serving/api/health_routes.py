@@ -16,7 +16,7 @@ from mtpjax.serving.request import QueueFull
 from mtpjax.serving.request import Request as EngineRequest
 
 HEALTH_SECONDS = 20.0  # within which a device that has work must return a result; SGLang's limit
-IDLE_HEALTH_SECONDS = 20.0  # the same for the token of `/health_generate`
+IDLE_HEALTH_SECONDS = 20.0  # time limit for the token that `/health_generate` requests
 
 
 def health_router(server: ApiServer) -> APIRouter:

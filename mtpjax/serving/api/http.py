@@ -21,7 +21,7 @@ from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.request import QueueFull
 
 PART_BYTES = 1 << 16  # minimum size of the parts in which a body is kept
-CHECKS_PER_TIMEOUT = 4  # of a stream's writes
+CHECKS_PER_TIMEOUT = 4  # how often a stream's write is checked during its timeout
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from mtpjax.worker_process import WorkerEnded, WorkerProcess
 
 SMALL_BODY_BYTES = 1 << 14
 START_SECONDS = 60.0  # for a process to start: imports, and a tokenizer
-LARGE_NICENESS = 10  # of the processes for large bodies
+LARGE_NICENESS = 10  # niceness of the processes for large bodies
 _SCRIPT = str(pathlib.Path(__file__).with_name("reader_worker.py"))
 _MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends this way when memory runs out
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Readers:
         Args:
             kind: kind of the request, a key of `reading.KINDS`.
             parts: the body. They are not joined here, because copying a large body would block the event loop.
-            client: whose request it is. Clients with many or large requests do not delay the others.
+            client: the client that sent the request. Clients with many or large requests do not delay other clients.
 
         Raises:
             ApiError: the body is invalid or exceeds a limit of time or memory, or too many requests wait.

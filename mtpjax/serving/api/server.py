@@ -89,8 +89,8 @@ class ApiServer:
         """Compiles a request's grammar outside the event loop.
 
         Args:
-            field: the grammar; None: the request has none.
-            client: whose request it is. Clients with many grammars do not delay the others.
+            field: the grammar; None: the request does not have one.
+            client: the client that sent the request. Clients with many grammars do not delay other clients.
 
         Raises:
             ApiError: it is invalid or takes too long, or too many other grammars are waiting.

@@ -50,7 +50,7 @@ class Limits:
     """The limits of the model and server.
 
     Attributes:
-        max_length: maximum tokens of a text, prompt included.
+        max_length: maximum number of tokens in a text, including the prompt.
         max_prompt_characters: longer prompts are rejected before they are tokenized.
         max_total_characters: maximum total characters of all prompts in a request.
         max_requests: maximum number of texts in one request.

@@ -1,4 +1,4 @@
-"""Fairness between clients: many requests of one client do not delay the others."""
+"""Fairness between clients: many requests from one client do not delay other clients."""
 
 import asyncio
 import collections

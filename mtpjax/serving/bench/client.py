@@ -39,7 +39,7 @@ class Client:
             model: the model's name; empty: the first one that the server lists.
             headers: HTTP headers to send with every request.
             stream: request tokens as a stream.
-            ignore_eos: request exactly `max_new_tokens` tokens.
+            ignore_eos: ask for exactly `max_new_tokens` tokens, past any end-of-text token.
             extra_body: merged into every body.
 
         Raises:

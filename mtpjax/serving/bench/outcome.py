@@ -69,7 +69,7 @@ class AnswerReader:
             self._texts.append(update.text)
         if update.num_new_tokens is not None:
             self._counts.append((now, update.num_new_tokens))
-        # Numbers of the whole request: the last event that has one counts.
+        # Numbers for the whole request: the last event that has one counts.
         outcome.num_prompt_tokens = update.num_prompt_tokens or outcome.num_prompt_tokens
         outcome.num_verify_steps = update.num_verify_steps or outcome.num_verify_steps
         outcome.accept_length = update.accept_length or outcome.accept_length

@@ -34,7 +34,7 @@ async def measure(
         outcomes: receives each outcome when its request ends, so that an interrupted caller keeps the finished ones.
         times: arrival of each request, in seconds from now. It is sent then, or once fewer than `max_concurrency`
             requests run.
-        max_concurrency: maximum requests that run at the same time; None: no limit.
+        max_concurrency: maximum number of requests that run at the same time; None: no limit.
         extra_body: merged into every body.
         progress: called when a request ends.
     """

@@ -90,7 +90,7 @@ class Speedup:
         num_failed: requests that failed.
         is_client_busy: the client was too busy in a run, see `is_client_busy`.
         waited: the largest share of a run's time for which the client's threads waited for a core.
-        problem: the reason why the ratio cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
+        problem: the reason why the ratio cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
     """
 
     concurrency: int

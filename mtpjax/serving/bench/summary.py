@@ -9,8 +9,8 @@ import numpy as np
 
 from mtpjax.serving.bench.outcome import Outcome
 
-WIDTH = 50  # of SGLang's table
-MAX_CLIENT_CPU_SHARE = 0.8  # of one core; above it the client itself delays what it measures
+WIDTH = 50  # columns of SGLang's table
+MAX_CLIENT_CPU_SHARE = 0.8  # share of one core, above which the client itself delays what it measures
 PERCENTILES = (90, 95, 99)
 LATENCIES = {
     "e2e_latency": ("End-to-End Latency", "E2E Latency"),
@@ -127,7 +127,7 @@ def _peak_throughput(done: Sequence[Outcome], begin: float, duration: float) -> 
     if not duration:
         return None
     # Windows of equal length that divide the run: the mean of the run is the mean of its windows, so the highest one
-    # cannot be below it. A short run is one window, and the last window is as long as the others.
+    # cannot be below it. A short run is one window, and all windows have the same length.
     num_windows = max(int(duration), 1)
     tokens: Counter[int] = Counter()
     for outcome in done:

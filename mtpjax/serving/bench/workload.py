@@ -72,7 +72,7 @@ def read_dataset(path, count: int, *, categories: Sequence[str] = (), seed: int)
 
 
 def _conversations(path: pathlib.Path) -> Iterator[tuple[Prompt, str]]:
-    """Yields the first turn and the reply of each conversation; nothing if the file has none."""
+    """Yields the first turn and the reply of each conversation; nothing if the file has no conversations."""
     records: Any = (
         read_json_file(path, max_bytes=MAX_DATASET_BYTES)
         if path.suffix == ".json"

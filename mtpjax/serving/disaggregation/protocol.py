@@ -96,7 +96,7 @@ def pages_from_bytes(data: np.ndarray, shapes: Sequence[jax.ShapeDtypeStruct]) -
         page = []
         for each in shapes:
             end = begin + page_bytes([each])
-            # A copy, so that a page does not keep the bytes of all others in memory.
+            # Copy, so that a page does not keep the bytes of all other pages in memory.
             page.append(data[begin:end].copy().view(each.dtype).reshape(each.shape))
             begin = end
         pages.append(page)

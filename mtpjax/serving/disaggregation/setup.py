@@ -44,7 +44,7 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
         app: from `make_app`.
         engine: its engine, with pages in host memory.
         settings: which server this is.
-        metrics: gets the decode server's counters; None: no counters.
+        metrics: receives the decode server's counters, if given.
 
     Raises:
         ValueError: the engine shares no pages, or the data plane does not start.
