@@ -12,7 +12,7 @@ from mtpjax.serving.program_set import ProgramKey
 
 THREAD_NAME = "mtpjax-compile"
 LINE_SECONDS = 10.0  # between two lines of the log
-SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter; Python's default is 5 ms
+SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter lock; Python's default is 5 ms
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class BackgroundCompiler:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Lets other threads have the interpreter sooner than usual: tracing holds it for seconds."""
+    """Lets other threads take the interpreter lock sooner than usual, because tracing holds it for seconds."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -112,5 +112,6 @@ def _short_turns() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Returns whether a thread of this process is still compiling. Ending the interpreter normally could then crash."""
+    """Returns whether a thread of this process is still compiling; a normal exit of the interpreter could then
+    crash."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())

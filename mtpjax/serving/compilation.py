@@ -1,4 +1,5 @@
-"""Compiles an engine's programs before and while requests run. Requests wait for the programs that they need."""
+"""Compiles an engine's programs before and while requests run. Requests wait until the programs that they need are
+compiled."""
 
 import contextlib
 from collections.abc import Callable
@@ -21,7 +22,7 @@ class Compilation:
             message.
 
     Attributes:
-        held: requests that wait for a program, by number.
+        held: requests that wait for a program, by id.
         num_held: number of requests that have waited for a program since the start.
     """
 

@@ -27,15 +27,15 @@ class Delivery:
     """The requests of an engine that have not ended. Its methods are called in the engine's thread.
 
     Args:
-        observe: called with the end of each request and its times.
+        observe: called with the `Finish` and the times of each request.
         held: requests that wait for a program.
 
     Attributes:
-        sequences: the requests, by number.
+        sequences: the requests, by id.
         totals: the counts of `TOTALS`.
         drafts: verification passes, and proposed and accepted drafts per level.
-        depth: learns from these counts; None: the depth is fixed.
-        rebalancer: gets the new tokens; None: experts do not move.
+        depth: adapts to these counts; None: the depth is fixed.
+        rebalancer: receives the new tokens; None: experts do not move.
         progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.
     """
 
@@ -69,7 +69,8 @@ class Delivery:
                 self.totals["cached_tokens"] += sequence.num_cached or 0
 
     def allowed(self, call: DraftCall) -> np.ndarray:
-        """Computes the tokens `[R, W, ceil(V/32)]` that may follow each node; ends rows whose grammar fails."""
+        """Computes masks `[R, W, ceil(V/32)]` of the tokens that may follow each node; ends rows whose grammar
+        fails."""
         tokens, parents = call.read()
         allowed = all_allowed(self._session.sizes, tokens.shape)
         for row, sequence in enumerate(call.rows):

@@ -46,7 +46,7 @@ def probe_depth(costs: tuple[float, ...], best: int) -> int:
 
 @dataclasses.dataclass
 class AdaptiveDepth:
-    """Acceptance counts of all requests, and the choice of the depth.
+    """Acceptance counts over all requests, from which the depth is chosen.
 
     Attributes:
         costs: for each of `batch_sizes`, the duration of a round at depths 0..K.

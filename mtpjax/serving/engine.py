@@ -2,8 +2,8 @@
 
 A tick (`Engine._tick`) takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan
 (`Executor`), and then reads the reports of the previous tick (`Delivery`), while the device runs this one. Deltas reach
-each request's `deliver` function. Rows with a grammar draft in that first batch of calls. Their verification is
-dispatched last, with masks that the host computes from the drafts and the text so far.
+each request's `deliver` function. Rows with a grammar draft in these calls; their verification is dispatched last, with
+masks that the host computes from the drafts and the text so far.
 """
 
 import itertools
@@ -50,7 +50,7 @@ from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.status import EngineStatus
 
 RETRY_SECONDS = 1.0  # between two attempts to rebuild the state
-HELD_SECONDS = 0.5  # after which time limits of requests that wait for a program are checked again
+HELD_SECONDS = 0.5  # interval at which the time limits of requests that wait for a program are checked
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Engine:
         model: the model.
         config: settings that all requests share; limits and stop tokens come from each request.
         settings: sizes and limits.
-        observe: called from the engine's thread with the end of each request and its times, for metrics.
+        observe: called from the engine's thread with the `Finish` and the times of each request, for metrics.
         followers: the other processes of the mesh, which run the same calls; None: there is only this process.
         draft_params: the drafter's own parameters (`mtpjax.load_drafter`); None: it has no parameters, or uses the
             model's MTP modules.
@@ -181,7 +181,7 @@ class Engine:
         return sequence.id
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ends a request; has no effect on one that has ended.
+        """Ends a request; has no effect if it has already ended.
 
         Args:
             request_id: from `submit`.

@@ -68,7 +68,7 @@ class EngineSession(Session):
         if config.depth_policy != "fixed":
             raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
         self.settings, self.announce = settings, announce
-        # A mesh is checked here, not in a request's first call.
+        # Check the mesh now, not in the first call of a request.
         params, model, mesh = fit_params(params_to_device(params), with_implementation(model, config), config)
         if settings.host_bytes and mesh is not None and mesh.size > 1:
             raise ValueError("pages in host memory need one device, not a mesh: set host_bytes to 0")
@@ -254,7 +254,7 @@ class EngineSession(Session):
 
 @one_graph(static_argnames=("model", "capacity"))
 def count_experts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int) -> jax.Array:
-    """Returns how many tokens chose each expert, `[L, E]`; see `count_on_shards`."""
+    """Returns how many tokens chose each expert, `[L, E]` int32; see `count_on_shards`."""
     return in_every_process(count_on_shards(params, tokens, lengths, model=model, capacity=capacity))
 
 

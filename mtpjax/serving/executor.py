@@ -1,4 +1,4 @@
-"""Runs the calls of a tick: turns requests and page tables into arrays, and dispatches calls on the session.
+"""Runs the calls of a tick: turns requests and page tables into arrays, and dispatches the calls through the session.
 
 `measure_costs` uses it to time rounds; the engine chooses its depth from these times.
 """
@@ -111,7 +111,7 @@ class Executor:
             self.session.copy_snapshots(slots, kept, to_state=to_state)
 
     def _prepare(self, kind: str, sequences: list[Sequence], depth: int = 0) -> tuple[ProgramKey, Grid, Batch]:
-        """Chooses the program of a call, and arranges its rows."""
+        """Chooses the program for a call, and arranges its rows."""
         sizes, key = self._sizes, self.programs.choose(kind, sequences, depth)
         # 1. The requests of each shard, padded to the program's size.
         grid: Grid = [[] for _ in range(sizes.num_shards)]
@@ -175,8 +175,8 @@ def measure_costs(executor: Executor) -> Costs:
 def _measure(executor: Executor, size: int, depth: int) -> float:
     """Returns the duration of a round with `depth` draft levels on `size` rows per shard, in seconds."""
     sizes, decoder = executor.session.sizes, executor.session.decoder
-    # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
-    #    their results are not used.
+    # 1. Make rows with a short text and, if the maximum length allows it, room for the timed rounds. Rows may share
+    #    pages: their results are not used.
     num_tokens = min(sizes.max_length, decoder.max_length_of(sizes.shard_pages))
     prompt_length = max(min(PROMPT_LENGTH, decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
     num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)

@@ -51,7 +51,7 @@ def run_app(
         listener: from `listen`.
         line: printed when the port accepts connections.
         drain: awaited before connections are closed.
-        abort: ends running requests; called at a second Ctrl-C.
+        abort: called at a second Ctrl-C to end running requests.
         header_seconds: time within which a client must send the header of each request.
         has_lifespan: the application handles startup and shutdown events.
         should_stop: when set, stops the server as SIGTERM does.
@@ -118,7 +118,7 @@ def run_in_thread(
         app: the application.
         listener: from `listen`.
         header_seconds: see `run_app`.
-        last_seconds: time that open connections get at shutdown.
+        last_seconds: time for which open connections may continue at shutdown.
         log_level: log level of the HTTP server.
     """
 

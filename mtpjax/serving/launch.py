@@ -36,7 +36,7 @@ from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.sizes import EngineSettings, resolve_sizes
 from mtpjax.serving.watchdog import Watchdog
 
-ERROR_SECONDS = 1.0  # in which clients get their errors before the process ends
+ERROR_SECONDS = 1.0  # for clients to receive their errors before the process ends
 CPU_POOL_BYTES = 1 << 30  # size of the default pool if no accelerator reports its memory
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def choose_num_pages(
         params: the parameters of `model`, on their devices.
         decode: settings of all requests.
         settings: the engine's settings, of which slots, length and snapshots count.
-        memory_fraction: share of the accelerator's memory that weights and pages may take.
+        memory_fraction: fraction of the accelerator's memory that weights and pages may take.
 
     Raises:
         MemoryTooSmall: the remaining memory has no room for one text.
@@ -129,7 +129,7 @@ def running_engine(
     followers: Followers | None = None,
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[tuple[Engine, Metrics]]:
-    """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it.
+    """Starts an engine and its metrics; on exit, waits up to `drain_seconds` for its requests, and stops it.
 
     If one of `followers` is lost, running requests end with an error, and this process ends. `make_engine` is called
     with `Engine`'s arguments `observe` and `followers`. `report` takes the current stage and its progress.

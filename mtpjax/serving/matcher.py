@@ -10,7 +10,7 @@ from mtpjax.errors import printable
 
 MAX_MESSAGE_CHARACTERS = 200
 
-# llguidance's terms, and their meaning for the author of the grammar.
+# llguidance's terms, and what they mean to the author of the grammar.
 _MEANINGS = {
     "NoExtension": "no text of the model's tokens matches it",
     "LexerTooComplex": "it is too complex: its regular expressions have too many states",
@@ -23,7 +23,7 @@ _WRAPPED = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): (?P<pro
 
 
 class GrammarError(ValueError):
-    """A grammar does not compile, or exceeds a limit while a text is made. The message is one line for the client."""
+    """A grammar does not compile, or exceeds a limit during generation. The message is one line for the client."""
 
 
 def explain(message: str) -> str:
@@ -93,7 +93,7 @@ class Grammar:
     """A compiled grammar, which many texts may share.
 
     Args:
-        matcher: llguidance's matcher; it stays at the start.
+        matcher: llguidance's matcher at the start of a text; only copies of it are advanced.
         vocab_size: V of the model.
 
     Raises:

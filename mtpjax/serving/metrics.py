@@ -18,7 +18,7 @@ from mtpjax.serving.metric_names import ALIASES, Names
 from mtpjax.serving.request import Finish, RequestTimes
 from mtpjax.serving.status import EngineStatus
 
-# The extra `serve` has prometheus-client; this module can be imported without it.
+# prometheus-client is part of the extra `serve`; this module can be imported without it.
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
@@ -98,8 +98,8 @@ class Metrics:
                 return
             self._histograms[metric_names.TIME_TO_FIRST_TOKEN].add(times.deliveries[0][0] - times.arrived)
             self._histograms[metric_names.E2E_LATENCY].add(times.deliveries[-1][0] - times.arrived)
-            # A round delivers several tokens at once. Each counts with its share of the time since the last delivery,
-            # so that the sum is the decoding time and the count is the number of tokens.
+            # A round delivers several tokens at once. Each token gets an equal share of the time since the last
+            # delivery, so that the sum is the decoding time and the count is the number of tokens.
             for (before, _), (now, count) in itertools.pairwise(times.deliveries):
                 self._histograms[metric_names.INTER_TOKEN_LATENCY].add((now - before) / count, count)
 

@@ -11,7 +11,7 @@ from mtpjax.serving.scheduler import Scheduler
 
 
 class PageExchange:
-    """The pages of an engine, for prefill and decode on different machines. Its methods block the caller.
+    """An engine's pages, for prefill and decode on different machines. The methods block the caller.
 
     Attributes:
         shapes: shapes and dtypes of a page's entries.

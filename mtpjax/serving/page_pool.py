@@ -67,8 +67,8 @@ class PagePool:
         Args:
             tokens: the prompt.
             num_pages: pages that the request needs, including shared ones.
-            salt: what the entries depend on besides the tokens, such as who may see them. Only requests with the same
-                salt share pages.
+            salt: anything but the tokens that the entries depend on, such as who may see them. Only requests with the
+                same salt share pages.
 
         Returns:
             The lease; None if the pool has too few pages, and then nothing changes.
@@ -124,7 +124,7 @@ class PagePool:
 
         Args:
             lease: a request's pages.
-            num_pages: pages before the boundary, which are not all stored yet.
+            num_pages: number of pages before the boundary; not all of them are stored yet.
 
         Returns:
             The row to which the caller must copy the state; None if no row is available.
@@ -149,7 +149,7 @@ class PagePool:
             begin = lease.num_stored * size
             lease.digest = _extend_hash(lease.digest, tokens[begin : begin + size])
             page = lease.pages[lease.num_stored]
-            # If two requests computed the same text at the same time, one keeps its page to itself.
+            # If two requests computed the same text at the same time, one of them does not share its page.
             if lease.digest not in self._page_of:
                 self._page_of[lease.digest], self._hash_of[page] = page, lease.digest
             lease.num_stored += 1

@@ -71,7 +71,7 @@ class ProgramSet:
         self.on_missing = on_missing
 
     def choose(self, wanted: ProgramKey) -> ProgramKey:
-        """Chooses the program of a call: the wanted one if it is ready, else the smallest ready one that covers it.
+        """Chooses the program for a call: the wanted one if it is ready, else the smallest ready one that covers it.
 
         If no ready program has enough rows, returns the one with the most rows; the call must then be split.
         """

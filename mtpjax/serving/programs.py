@@ -81,7 +81,7 @@ class Programs:
         return rows.replace(first_token=np.full(1, -1, np.int32))
 
     def _check_grammar(self, request: Request) -> None:
-        """Checks that masks alone determine the possible tokens of a text, and that a complete text ends."""
+        """Checks that the grammar's masks alone decide which tokens are allowed, and that a complete text ends."""
         if request.grammar is None:
             return
         grammars, sampling, rule = self.grammars, request.sampling, self.session.decoder.spec.rule
@@ -95,7 +95,7 @@ class Programs:
             raise ValueError("a grammar cannot be combined with min_new_tokens, allowed_tokens or banned_tokens")
 
     def choose(self, kind: str, sequences: Rows[Sequence], depth: int = 0) -> ProgramKey:
-        """Chooses the program of a call on these rows; see `ProgramSet.choose`. "prefill" may be "masked prefill"."""
+        """Chooses the program for a call on these rows; see `ProgramSet.choose`. "prefill" may be "masked prefill"."""
         sizes, width = self.session.sizes, 0
         is_masked = kind == "masked round" or any(sequence.request.grammar is not None for sequence in sequences)
         if kind == "prefill" and is_masked:
@@ -173,13 +173,14 @@ class Programs:
         """
         keys = self.all() if keys is None else keys
         begin, graphs, engine = time.perf_counter(), gpu_graph.GRAPHS, self.session
-        # The other processes make the calls of the warm-up themselves.
+        # The other processes run the warm-up calls themselves.
         engine.tell_others("warm_up")
         announce, engine.announce = engine.announce, None
         with engine.on_device():
             mesh = jax.sharding.get_mesh()
             has_graphs = compat.is_cuda() and graphs.options(mesh) is not None
-        # XLA records a program's graph in its second call. No request has been admitted, so the state may be lost.
+        # XLA records a program's graph during its second call. No request has been admitted, so losing the state is
+        # harmless.
         if not has_graphs or not graphs.attempt(mesh, lambda: self._warm_up(progress, keys, num_calls=2)):
             if has_graphs:
                 engine.reset()

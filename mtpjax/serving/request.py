@@ -26,11 +26,11 @@ class Request:
         max_new_tokens: maximum number of new tokens, at least 1.
         sampling: one value per option. A temperature above 0 needs a seed.
         stop_token_ids: the text ends after any of these tokens, which is part of the new tokens.
-        stop_sequences: the text ends after any of these sequences of new tokens, which is part of them.
+        stop_sequences: the text ends after any of these sequences of new tokens, which is part of the new tokens.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         speculative: False decodes without drafts.
-        grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or a stop token of the
-            request ends it early; None: any text. `stop_token_ids` must hold all end tokens.
+        grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or the request's own
+            stop token ends it early; None: any text. `stop_token_ids` must hold all end tokens.
         salt: only requests with the same salt share pages of the prefix cache.
     """
 
@@ -88,10 +88,10 @@ class Finish:
 
 @dataclasses.dataclass
 class RequestTimes:
-    """Times of a request's events, in seconds of one clock.
+    """Times of a request's events, in seconds, all from the same clock.
 
     Attributes:
-        started: its prefill began; None: it never left the queue.
+        started: when its prefill began; None: it never left the queue.
         deliveries: time and number of tokens of each delivery.
     """
 
@@ -150,7 +150,7 @@ class Lease:
         pages: in the order of the text.
         num_cached: tokens at the start whose entries the pages already hold.
         num_stored: pages at the start whose text has been hashed.
-        digest: hash of the text in these pages.
+        digest: hash of the text in the stored pages.
         num_found: pages at the start that were known; `num_cached` covers fewer if no snapshot reaches that far.
         snapshot: snapshot row with the recurrent state after the cached tokens; None: no such state.
         reserved: snapshot rows that this request writes, by the number of pages before them.

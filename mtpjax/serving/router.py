@@ -164,7 +164,7 @@ class Router:
         """Checks periodically whether a server accepts requests."""
         while True:
             try:
-                # With keys the response is 401, which also means that the server is alive.
+                # With API keys the response is 401, which also means that the server is alive.
                 response = await self._client.get(upstream.url.copy_with(path="/ready"), timeout=CONNECT_SECONDS)
                 self._mark(upstream, is_ready=response.status_code < 500, reason=f"status {response.status_code}")
             except httpx.HTTPError as error:
@@ -201,6 +201,6 @@ def _no_server() -> ApiError:
 
 
 def _lost(upstream: Upstream, error: Exception) -> ApiError:
-    """Logs that a server was lost with a request, and returns the client's error."""
+    """Logs that a server was lost while it processed a request, and returns the error for the client."""
     _log.error("%s was lost: %r", upstream.url, error)
     return ApiError("the server that had this request was lost", status=502, code="server_lost")

@@ -44,7 +44,7 @@ class SchedulerSettings:
 
     Attributes:
         num_slots: rows per shard.
-        prefill_chunk: tokens of a row per prefill call.
+        prefill_chunk: tokens per row in a prefill call.
         prefill_rows: rows per prefill call.
         rounds_per_call: maximum rounds per decoding call.
         overlap: positions at the end of a shared prefix that prefill processes again: `Drafter.max_shift`.
@@ -90,7 +90,7 @@ class Scheduler:
         self.settings = settings
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in the order in which they entered
-        self._preempted: list[Sequence] = []  # some of their reports are not read yet
+        self._preempted: list[Sequence] = []  # some of their reports have not been read yet
         self.num_preempted = 0
         self.restart(pools)
 
@@ -192,14 +192,14 @@ class Scheduler:
                 return
 
     def _requeue_preempted(self) -> None:
-        """Requeues preempted requests whose reports were all read, in order of arrival."""
+        """Requeues preempted requests whose reports have all been read, in order of arrival."""
         ready = [sequence for sequence in self._preempted if not sequence.num_unread]
         for sequence in sorted(ready, key=lambda each: each.id, reverse=True):
             self._preempted.remove(sequence)
             self.waiting.appendleft(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a request a slot and pages; False if there are none."""
+        """Gives a request a slot and pages. Returns False if there are not enough."""
         # The shard with the most free slots.
         shard = max(range(len(self.pools)), key=lambda shard: len(self._free_slots[shard]))
         if not self._free_slots[shard]:
@@ -231,8 +231,8 @@ class Scheduler:
         if pool.snapshots is None or sequence.scored is not None:
             return []
         # The boundaries that later requests are likely to continue from: where this prompt diverges from an earlier
-        # text (Marconi, 2411.19379), and the last one of the prompt. Each costs a call for the rest of a chunk, which
-        # pays only if a request that continues there needs one chunk less.
+        # text (Marconi, 2411.19379), and the last one of the prompt. Each costs an additional call for the rest of a
+        # chunk, which pays off only if a request that continues there saves a whole chunk.
         stops, size = [], pool.page_size
         for num_pages in (lease.num_found, (sequence.num_to_prefill - 1) // size):
             stop = num_pages * size - self.settings.overlap

@@ -96,7 +96,7 @@ def score_chunk(
             num_valid = jnp.clip(rows.length - begin, 0, trunk_width)
             view = view_pass(rows, model.config, begin, trunk_width, num_used=num_valid, num_valid=num_valid)
             output = apply(read_rows(rows.tokens, begin, trunk_width), view, rows.trunk, method="run_trunk")
-            # 2. The head, over as many of them as the logits have room for.
+            # 2. The head, over as many of these positions as the logits have room for.
             given = jax.lax.dynamic_slice_in_dim(targets, offset, trunk_width, axis=1)
             new = jax.tree.map(join, jax.lax.map(score_piece, (split(output.hidden), split(given))))
             place = lambda all_scores, own: jax.lax.dynamic_update_slice_in_dim(all_scores, own, offset, axis=1)

@@ -1,4 +1,4 @@
-"""The sizes of an engine: its settings, and the sizes that follow for a model."""
+"""The sizes of an engine: its settings, and the sizes that follow from them for a model."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ class EngineSettings:
         max_length: maximum number of tokens in a text, including the prompt; None: the model's
             `max_position_embeddings`, which also caps it.
         page_size: positions per page.
-        num_pages: pages of the pool; None: enough for every slot at `max_length`.
+        num_pages: pages in the pool; None: enough for a text of `max_length` in every slot.
         prefill_tokens: maximum prompt tokens per call; None: four chunks.
         rounds_per_call: decoding rounds per call; 1 while a request waits or a prompt is processed. More rounds hide
             more of the host's work.
@@ -75,14 +75,15 @@ class EngineSizes:
         num_shards: shards of the mesh's `data` axis. Each has its own slots and pages.
         shard_slots: slots of a shard.
         shard_pages: pages of a shard.
-        shard_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without them.
+        shard_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without such
+            layers.
         max_length: maximum number of tokens in a text, including the prompt.
         capacity: tokens per row that the state has room for.
         depths: numbers of draft levels that calls use, the deepest first; 0 is one of them, because a request may
             decode without drafts.
         batch_sizes: numbers of rows that programs are compiled for, ascending.
         min_rows: for each of `batch_sizes`, the minimum number of token rows in a forward pass.
-        prefill_sizes: as `batch_sizes`, for prompts.
+        prefill_sizes: the same as `batch_sizes`, for prefill calls.
         table_widths: numbers of pages per row that programs are compiled for, ascending.
     """
 

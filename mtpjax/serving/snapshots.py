@@ -83,7 +83,7 @@ class SnapshotRows:
 
 
 def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh | None) -> States:
-    """Makes zero-filled snapshots of `num_rows` rows of all shards together, sharded like the state."""
+    """Makes zero-filled snapshots with `num_rows` rows in total over all shards, sharded like the state."""
     shapes = jax.eval_shape(recurrent_entries, trunk)
 
     def zeros() -> States:
@@ -97,7 +97,7 @@ def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh
 def copy_rows(
     arrays: tuple[States, States], sources: jax.Array, targets: jax.Array, *, config: ModelConfig
 ) -> tuple[States, States]:
-    """Copies one row of each shard: from the state to its snapshots, or back.
+    """Copies one row per shard: from the state to its snapshots, or back.
 
     `arrays` holds where the rows come from and where they go; both are donated, and returned. `sources` and `targets`
     are `[P]` int32 rows of the first and the second; `NO_ROW` as a target copies nothing.

@@ -15,10 +15,10 @@ class EngineStatus:
         num_used_pages: pages of running requests.
         page_size: positions per page.
         num_prompt_tokens: tokens of prompts that were prefilled or found in the prefix cache.
-        num_cached_tokens: prompt tokens that were found.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
         num_new_tokens: tokens delivered.
         num_requests: requests that ended.
-        num_aborted: requests that were aborted, or ran out of time.
+        num_aborted: requests that were aborted or timed out.
         num_failed: requests that ended with an error.
         num_nan_logits: requests that ended because the model computed NaN.
         num_preempted: times that a request gave up its pages and waited again.

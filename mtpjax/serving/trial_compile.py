@@ -13,7 +13,7 @@ import signal
 import sys
 
 MAX_WALL_SECONDS = 60.0  # for a process that gets little CPU time or is stopped
-MAX_MEMORY = 2 << 30  # bytes of address space (macOS does not enforce this; time bounds it there)
+MAX_MEMORY = 2 << 30  # bytes of address space (not enforced on macOS, where only the time limits apply)
 
 
 class TrialCompile:
@@ -60,11 +60,11 @@ class TrialCompile:
 
 
 def _serve() -> None:
-    """Reads a grammar with limits from each line of standard input, and writes a line for each."""
+    """Reads a grammar and its limits from each line of standard input, and answers each with a line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import llguidance
 
-    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
+    with contextlib.suppress(ValueError, OSError):  # the platform lacks this limit, or a lower limit is in force
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:

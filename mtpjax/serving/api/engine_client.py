@@ -1,4 +1,4 @@
-"""The engine as the routes use it: its interface, the running requests, and their events in the event loop."""
+"""The engine as seen by the routes: its interface, the running requests, and their events in the event loop."""
 
 import asyncio
 import collections
@@ -49,11 +49,11 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ends a request for this reason. Ignores unknown ids."""
+        """Ends a request with this reason. Ignores unknown ids."""
         ...
 
     def score(self, tokens: Sequence[int], num_top: int) -> Scores:
-        """Returns the log-probabilities of a text; blocks."""
+        """Returns the log-probabilities of a text. Blocks until they are computed."""
         ...
 
     def status(self) -> EngineStatus: ...

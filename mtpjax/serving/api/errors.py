@@ -1,4 +1,4 @@
-"""Errors of the HTTP API, and the checks of JSON values that raise them.
+"""Errors of the HTTP API, and checks of JSON values that raise them.
 
 Errors have OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. A `Field` declares the check of a value
 and its JSON schema.
@@ -41,7 +41,7 @@ class ApiError(Exception):
         status: HTTP status code.
         param: the invalid field, such as "messages[0].content".
         code: a machine-readable code, such as "model_not_found".
-        headers: further headers of the response.
+        headers: additional response headers.
         retry_after: seconds after which the client may try again.
     """
 

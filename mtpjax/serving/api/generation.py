@@ -43,7 +43,7 @@ class Choice:
     """One text during its generation.
 
     Attributes:
-        index: its index among the texts of the HTTP request.
+        index: its index among the HTTP request's texts.
         tokens: new tokens so far, excluding tokens after a stop string.
         logprobs: log-probabilities of `tokens`, if requested.
         finish: how it ended; None while it is running.
@@ -80,7 +80,7 @@ class Generation:
         client: the engine and the running requests.
         jobs: the texts.
         name: the HTTP request's id.
-        owner: whose request it is, as in `EngineClient.running`.
+        owner: the client that sent the request, as in `EngineClient.running`.
         max_bytes: maximum size of undelivered tokens; a stream's client may read too slowly.
 
     Raises:

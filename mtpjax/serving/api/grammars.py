@@ -24,7 +24,7 @@ def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
     """Reads the grammar of a request; None if no field sets one.
 
     Args:
-        *bodies: JSON objects whose fields may give a grammar, each with the prefix of its field names in messages.
+        *bodies: JSON objects whose fields may set a grammar, each with the prefix for its field names in messages.
 
     Raises:
         ApiError: a value is invalid, or there are several grammars.
@@ -73,7 +73,7 @@ def _read_structured_outputs(value: Any, param: str) -> GrammarField | None:
     """Reads vLLM's object with a key for each kind of grammar."""
     readers = {"json": _read_schema, "regex": _read_regex}
     given = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
-    # "json_object" is short for the schema of any object.
+    # "json_object" is short for a schema that allows any object.
     if given.get("json_object") is True:
         given = {**given, "json": {"type": "object"}}
     unknown = [name for name in given if name not in (*readers, "json_object")]

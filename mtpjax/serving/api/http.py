@@ -1,4 +1,4 @@
-"""HTTP below the routes: keys, body limits, disconnecting clients, event streams, and error responses."""
+"""The HTTP layer below the routes: keys, body limits, disconnects, event streams, and error responses."""
 
 import asyncio
 import contextlib
@@ -68,7 +68,7 @@ class RequestGuard:
         if not (self._digests or self._admin_digests):
             return None
         digest = _bearer_digest(scope)
-        # Compare with every key, so that the time reveals nothing about any of them.
+        # Compare with every key, so that the response time reveals nothing about any key.
         is_one_of = lambda digests: sum(hmac.compare_digest(digest, known) for known in digests) > 0
         is_user, is_admin = is_one_of(self._digests), is_one_of(self._admin_digests)
         is_known = is_user or is_admin
@@ -126,7 +126,7 @@ def _invalid_key(kind: str) -> ApiError:
 
 
 def _bearer_digest(scope: Scope) -> bytes:
-    """Returns the digest of a request's key, or b"" if it gives none or several."""
+    """Returns the digest of a request's key, or b"" if it sends no key or several."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
     return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else b""
@@ -214,7 +214,7 @@ class EventStream(Response):
         writer = asyncio.ensure_future(self._write(send))
         watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            # A timer per event would cost more than the event, so look from time to time.
+            # A timer per event would cost more than the event, so check at intervals.
             while not (writer.done() or watcher.done() or self._is_late()):
                 tasks, interval = {writer, watcher}, self._write_timeout / CHECKS_PER_TIMEOUT
                 await asyncio.wait(tasks, timeout=interval, return_when=asyncio.FIRST_COMPLETED)

@@ -140,12 +140,12 @@ def openai_router(server: ApiServer) -> APIRouter:
 
     @router.post("/completions", openapi_extra=schemas.COMPLETION)
     async def complete(request: Request) -> Response:
-        """Continues texts. With `return_draft_levels`, a stream says which drafts the text comes from."""
+        """Continues texts. With `return_draft_levels`, a stream reports the draft level of each token."""
         return await respond(request, "completion")
 
     @router.post("/chat/completions", openapi_extra=schemas.CHAT)
     async def chat(request: Request) -> Response:
-        """Answers a conversation. With `return_draft_levels`, a stream says which drafts the text comes from."""
+        """Answers a conversation. With `return_draft_levels`, a stream reports the draft level of each token."""
         return await respond(request, "chat")
 
     async def respond(request: Request, kind: str) -> Response:

@@ -33,7 +33,7 @@ class Options:
     """The generation options of a request.
 
     Attributes:
-        max_new_tokens: maximum new tokens; None: as many as fit.
+        max_new_tokens: maximum number of new tokens; None: as many as fit.
         is_explicit: the request sets `max_new_tokens`, so that all of them must fit.
         sampling: the sampling parameters, without a seed.
         seed: seed of the first choice; each further choice adds 1.
@@ -72,7 +72,7 @@ class Options:
             grammar: the compiled grammar.
 
         Raises:
-            ApiError: a text would be too long, or there are too many.
+            ApiError: a text would be too long, or there are too many texts.
         """
         num_texts = len(prompts) * self.num_choices
         texts = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"

@@ -29,7 +29,7 @@ _ROLE_LIST = ", ".join(ROLES)
 def read_prompts(
     tokenizer: Tokenizer, value: Any, param: str, limits: Limits, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Reads the prompts of a completion into token ids.
+    """Converts the prompts of a completion to token ids.
 
     Args:
         value: a text, a list of texts, a list of token ids, or a list of such lists.
@@ -61,12 +61,12 @@ def read_prompts(
 def encode_text(tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     try:
         return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_plain(text)
-    except ValueError as error:  # the messages of tokenizers are written for users
+    except ValueError as error:  # tokenizers' messages are written for users
         raise ApiError(str(error), param=param) from error
 
 
 def read_chat(tokenizer: Tokenizer, body: Body, limits: Limits, *, add_generation_prompt: bool) -> list[int]:
-    """Reads the conversation of a chat into token ids. Raises ApiError, for example if the chat template rejects it."""
+    """Converts a chat's conversation to token ids. Raises ApiError, for example if the chat template rejects it."""
     require(body.get("messages") is not None, "messages is missing", param="messages")
     messages = check_list(body["messages"], "messages", MAX_MESSAGES)
     require(messages, "messages is empty", param="messages")

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
+    with contextlib.suppress(ValueError, OSError):  # the platform lacks this limit, or a lower limit is in force
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

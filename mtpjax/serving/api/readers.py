@@ -1,8 +1,8 @@
-"""Reads request bodies outside the event loop, in a few processes, fairly between clients and within limits.
+"""Reads request bodies outside the event loop, in a few processes, with limits and fairness between clients.
 
-Parsing, checks, chat templates and tokenizing take time that grows with a body. A thread would hold Python's lock, and
-so block the event loop and the engine, during each of these steps; and a thread cannot be stopped. One process reads
-only small bodies, so that they never wait for large ones.
+Parsing, checks, chat templates and tokenizing take time that grows with the size of a body. A thread would hold
+Python's lock, and so block the event loop and the engine, during each of these steps; and a thread cannot be stopped.
+One process reads only small bodies, so that they never wait for large ones.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class ReadLimits:
     """Limits of one body.
 
     Attributes:
-        answer_seconds: time for an answer; a busy process ends itself earlier.
+        answer_seconds: time until an answer must arrive; a process that uses CPU time ends earlier.
         cpu_seconds: CPU time.
         memory: address space of a process, in bytes.
     """
