@@ -34,7 +34,7 @@ def add_commands(commands) -> None:
     group.add_argument("--prompts", metavar="FILE", help=common.PROMPT_FILE_HELP)
     group.add_argument("--batch-size", type=int, default=8, help="number of prompts to decode together")
     common.add_chat_flag(group)
-    config_flags.add_text_flags(parser, "depth_policy", seed="random seed; prompt i, counted from 0, uses seed + i")
+    config_flags.add_text_flags(parser, "depth_policy", seed="random seed; prompt i, counted from 0, uses SEED + i")
     parser.flag_group("drafts").add_argument(
         "--profile",
         metavar="FILE",

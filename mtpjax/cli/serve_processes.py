@@ -43,7 +43,7 @@ def check_same_start(options, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def connect_followers(options, params: dict, arguments: dict[str, Any], grammars) -> Iterator:
-    """Connects the processes of a server. All but the first run the calls of process 0 until it stops.
+    """Connects the processes of a server. All processes except 0 run the calls of process 0 until it stops.
 
     Args:
         options: the parsed flags.

@@ -112,6 +112,5 @@ def _short_turns() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Returns whether a thread of this process is still compiling; a normal exit of the interpreter could then
-    crash."""
+    """Returns whether a thread of this process is still compiling; a normal exit could then crash."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())

@@ -1,5 +1,4 @@
-"""Compiles an engine's programs before and while requests run. Requests wait until the programs that they need are
-compiled."""
+"""Compiles an engine's programs before and while requests run. Requests wait until their programs are compiled."""
 
 import contextlib
 from collections.abc import Callable

@@ -69,8 +69,7 @@ class Delivery:
                 self.totals["cached_tokens"] += sequence.num_cached or 0
 
     def allowed(self, call: DraftCall) -> np.ndarray:
-        """Computes masks `[R, W, ceil(V/32)]` of the tokens that may follow each node; ends rows whose grammar
-        fails."""
+        """Computes masks `[R, W, ceil(V/32)]` of tokens that may follow each node; ends rows whose grammar fails."""
         tokens, parents = call.read()
         allowed = all_allowed(self._session.sizes, tokens.shape)
         for row, sequence in enumerate(call.rows):

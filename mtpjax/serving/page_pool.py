@@ -67,7 +67,7 @@ class PagePool:
         Args:
             tokens: the prompt.
             num_pages: pages that the request needs, including shared ones.
-            salt: anything but the tokens that the entries depend on, such as who may see them. Only requests with the
+            salt: what the entries depend on in addition to the tokens, such as who may see them. Only requests with the
                 same salt share pages.
 
         Returns:
