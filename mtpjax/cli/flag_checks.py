@@ -84,7 +84,7 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
         parser: the parser of `mtpjax`.
 
     Returns:
-        The arguments, with dashes for underscores in the names of flags.
+        The arguments, with underscores in flag names replaced by dashes.
 
     Raises:
         UsageError: the command is unknown or missing, or `check_flags` rejects a flag.
@@ -117,7 +117,7 @@ def check_flags(
         advise: returns the program that an unknown flag comes from, and advice; None for other flags.
 
     Returns:
-        The arguments, with dashes for underscores in the names of flags.
+        The arguments, with underscores in flag names replaced by dashes.
 
     Raises:
         UsageError: flags are unknown or missing, or have invalid values. The message lists each, and what to do.

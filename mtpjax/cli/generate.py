@@ -54,8 +54,8 @@ def add_commands(commands) -> None:
     group.add_argument(
         "--logprobs",
         type=int,
-        help="print the log-probability of each new token, and the N most likely tokens at its position, from the "
-        "model's logits at temperature 1",
+        help="print the log-probability of each new token and the N most likely tokens at its position, computed "
+        "from the model's logits at temperature 1",
     )
     group.add_argument(
         "--json",

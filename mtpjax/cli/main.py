@@ -114,7 +114,7 @@ def _end_while_compiling(code: object) -> None:
 
 
 def _watch_for_aborts(name: str, has_peers: bool, advice: str) -> None:
-    """Continues in a child process if native code may abort it, so that the parent can print the reason."""
+    """Continues in a child process if native code may abort the process, so that the parent can print the reason."""
     if has_peers:
         continue_in_child(name, _exit_code(LostProcess), LOST_PROCESS + advice)
     elif limit := describe_address_limit():

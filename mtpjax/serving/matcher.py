@@ -56,8 +56,8 @@ class Matcher:
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Computes which tokens may follow each node of a draft.
 
-        The mask of a node stays unchanged if the node or an ancestor is forbidden, because no exact rule accepts it, or
-        follows an end token, because the text is cut there.
+        The mask of a node stays unchanged if the node or an ancestor is forbidden, since no exact rule accepts it, or
+        if it follows an end token, since the text ends there.
 
         Args:
             masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first, initially all set.
@@ -119,7 +119,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def _path_to(node: int, parents: Sequence[int] | None) -> list[int]:
-    """Returns the path from below the root to `node`."""
+    """Returns the nodes on the path from the root to `node`, without the root."""
     path = []
     while node > 0:
         path.append(node)

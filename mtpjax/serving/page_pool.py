@@ -120,7 +120,7 @@ class PagePool:
         return True
 
     def reserve_snapshot(self, lease: Lease, num_pages: int) -> int | None:
-        """Reserves a row for the recurrent state at a page boundary, which becomes known when its pages do.
+        """Reserves a row for the recurrent state at a page boundary. The state becomes known when its pages do.
 
         Args:
             lease: a request's pages.
@@ -141,7 +141,7 @@ class PagePool:
         Args:
             lease: a request's pages.
             tokens: its text, at least `num_final` tokens.
-            num_final: tokens at the start whose entries, of the trunk and of all modules, will not change.
+            num_final: tokens at the start whose entries, in the trunk and all modules, will not change.
         """
         num_whole = min(num_final // self.page_size, len(lease.pages))
         size = self.page_size

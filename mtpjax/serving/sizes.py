@@ -129,7 +129,7 @@ def resolve_sizes(
     # 1. The rows of a call.
     num_shards = data_size(mesh)
     if settings.num_slots % num_shards:
-        raise ValueError(f"num_slots must be a multiple of data = {num_shards}, got {settings.num_slots}")
+        raise ValueError(f"num_slots must be a multiple of {num_shards} (mesh data), got {settings.num_slots}")
     shard_slots = settings.num_slots // num_shards
     batch_sizes = settings.batch_sizes or powers_of(4, shard_slots)
     if batch_sizes[-1] < shard_slots or list(batch_sizes) != sorted(set(batch_sizes)):
@@ -143,12 +143,12 @@ def resolve_sizes(
     require(max_length >= 2, f"max_length must be at least 2, got {max_length}")
     max_pages = decoder.num_pages_of(max_length)
     num_pages = settings.num_pages or max_pages * settings.num_slots
-    require(num_pages % num_shards == 0, f"num_pages must be a multiple of data = {num_shards}, got {num_pages}")
+    require(num_pages % num_shards == 0, f"num_pages must be a multiple of {num_shards} (mesh data), got {num_pages}")
     num_snapshots = 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots
     if not settings.shares_prefixes or not has_recurrent_layers(model.config):
         num_snapshots = 0
     if num_snapshots < 0 or num_snapshots % num_shards:
-        raise ValueError(f"num_snapshots must be a multiple of data = {num_shards}, at least 0, got {num_snapshots}")
+        raise ValueError(f"num_snapshots must be 0 or a multiple of {num_shards} (mesh data), got {num_snapshots}")
     # 3. The depths.
     num_steps = decoder.spec.num_steps
     depths = (num_steps, 0) if num_steps else (0,)

@@ -99,8 +99,8 @@ def copy_rows(
 ) -> tuple[States, States]:
     """Copies one row per shard: from the state to its snapshots, or back.
 
-    `arrays` holds where the rows come from and where they go; both are donated, and returned. `sources` and `targets`
-    are `[P]` int32 rows of the first and the second; `NO_ROW` as a target copies nothing.
+    `arrays` holds the states to read from and those to write to; both are donated, and returned. `sources` and
+    `targets` are `[P]` int32 rows in the first and the second; `NO_ROW` as a target copies nothing.
     """
 
     def copy_shard(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):

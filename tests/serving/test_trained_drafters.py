@@ -138,7 +138,7 @@ def test_a_depth_that_changes_keeps_the_text(engines, kind, changes):
 
 def test_a_depth_by_acceptance_is_refused_where_drafts_end_early():
     settings = dataclasses.replace(ONE_SIZE, adapts_depth=True)
-    with pytest.raises(ValueError, match="confidence_threshold and an adaptive depth both choose the depth"):
+    with pytest.raises(ValueError, match="confidence_threshold and depth_policy 'adaptive' both choose the depth"):
         make_engine("confident", settings, acceptance="sample")
 
 

@@ -87,7 +87,7 @@ class Client:
         return await self._ask("POST", "/flush_cache") is not None
 
     async def speculation_counts(self) -> tuple[float, float] | None:
-        """Returns verification passes and accepted drafts since the server's start; None if it does not report them."""
+        """Returns the server's verification passes and accepted drafts since its start; None if not reported."""
         # Names as vLLM has them, with any prefix; `mtpjax serve` may export the same count under two prefixes.
         pattern = r"^(\w+):spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? (\S+)"
         found = re.findall(pattern, await self._ask("GET", "/metrics") or "", re.MULTILINE)

@@ -55,7 +55,7 @@ def decode_call(name: str, arrays: tuple[Any, ...], key: list[Any]) -> PendingCa
 
 
 def _to_plain(value: Any) -> Any:
-    """Converts a value for msgpack."""
+    """Converts a value to types that msgpack can encode."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, tuple | list):
