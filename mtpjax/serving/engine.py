@@ -266,7 +266,7 @@ class Engine:
 
     @property
     def failure(self) -> str:
-        """Why the engine does not respond; "" if it does."""
+        """The reason why the engine does not respond; "" if it responds."""
         begin, limit = self.busy_since, self.settings.max_tick_seconds
         if begin is not None and limit is not None and (seconds := time.monotonic() - begin) > limit:
             return f"a call of the engine has not returned for {seconds:.0f} s"
@@ -364,7 +364,7 @@ class Engine:
             copies.arrive(host)
 
     def _choose_depth(self, num_rows: int) -> int:
-        """Returns the draft levels of the next call for this number of decoding rows."""
+        """Returns the number of draft levels of the next call, for this number of decoding rows."""
         limit, adaptive = self.settings.disable_drafts_at, self._delivery.depth
         depth = self._num_levels
         if limit is not None and num_rows >= limit:

@@ -78,7 +78,7 @@ def choose_num_pages(
 
     Args:
         params: the parameters of `model`, on their devices.
-        decode: settings of all requests.
+        decode: settings that all requests share.
         settings: the engine's settings, of which slots, length and snapshots count.
         memory_fraction: fraction of the accelerator's memory that weights and pages may take.
 

@@ -146,7 +146,7 @@ class Metrics:
             yield "histogram", names, samples
 
     def _throughput(self, num_new_tokens: int) -> float:
-        """Returns tokens per second since the previous scrape; quick further scrapes repeat its value."""
+        """Returns tokens per second since the previous scrape; scrapes in quick succession return the same value."""
         with self._lock:
             now, (then, tokens_then, throughput) = time.monotonic(), self._last_scrape
             if now - then >= THROUGHPUT_SECONDS:

@@ -113,7 +113,7 @@ def resolve_sizes(
 
     Args:
         settings: the requested sizes.
-        config: settings of every request.
+        config: settings that all requests share.
         drafter: the draft method of `config`.
         model: the model, fitted to the mesh.
         mesh: mesh of the parameters; None: one device.

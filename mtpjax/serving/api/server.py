@@ -72,7 +72,7 @@ class ApiServer:
         self._quick_grammars, self._slow_grammars = Turns(1), Turns(SLOW_GRAMMARS)
 
     async def read_body(self, request: HttpRequest, kind: str) -> Reading:
-        """Reads and checks a body, of a kind of `reading.KINDS`, outside the event loop. Raises ApiError."""
+        """Reads and checks a body of this kind (`reading.KINDS`) outside the event loop. Raises ApiError."""
         if self.client.is_stopping and kind != "abort":
             raise shutting_down()
         parts = await read_json(request, self.settings)

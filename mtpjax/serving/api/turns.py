@@ -59,7 +59,7 @@ class Turns:
         self._num_free, self._queue = num_slots, FairQueue(collections.Counter())
 
     async def take(self, client: Hashable) -> None:
-        """Waits for a slot, which the caller returns with `release`."""
+        """Waits for a slot, which the caller must return with `release`."""
         turn = asyncio.get_running_loop().create_future()
         self._queue.add(client, turn)
         self._start_next()

@@ -66,8 +66,7 @@ class RemotePrefill:
         self.num_fetched = self.num_fallbacks = 0
 
     async def prepare(self, requests: Sequence[Request]) -> None:
-        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill them
-        itself."""
+        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill them."""
         prompts = {(request.prompt, request.salt) for request in requests}
         await asyncio.gather(*(self._prepare(*prompt) for prompt in prompts))
 
