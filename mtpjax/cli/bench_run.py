@@ -62,8 +62,9 @@ async def _connect_and_run(options, lengths) -> int:
         if options.with_and_without_mtp:
             picture_paths("comparison", options.plot_formats)  # warns early if plots are impossible
             if max(options.concurrencies) > len(requests) or min(options.concurrencies) < 1:
-                given = f"{len(requests)}, the number of requests, got {' '.join(map(str, options.concurrencies))}"
-                raise UsageError(f"--concurrencies must be within 1..{given}")
+                limit = f"{len(requests)}, the number of requests (--num-prompts)"
+                given = " ".join(map(str, options.concurrencies))
+                raise UsageError(f"--concurrencies must be within 1..{limit}, got {given}")
         # Warm up the connections and the server's programs.
         for request in requests[: options.warmup_requests]:
             for extra in ({}, WITHOUT_DRAFTS) if options.with_and_without_mtp else ({},):

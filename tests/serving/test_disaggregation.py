@@ -71,7 +71,7 @@ def remote(engine, client, *, model=None, transfer=None, secret=SECRET, timeout=
     """A decode server's side that asks `client`, or an address."""
     url = client if isinstance(client, str) else "http://127.0.0.1"
     made = RemotePrefill(
-        engine,
+        engine.pages,
         url,
         signer=Signer(secret),
         model=model or engine.pages.digest(),
