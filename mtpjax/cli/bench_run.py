@@ -61,7 +61,10 @@ async def _connect_and_run(options, lengths) -> int:
             print(f"{options.dataset_path} has only {count_of(len(requests), 'prompt')}", file=sys.stderr)
         if options.with_and_without_mtp:
             picture_paths(options.output, options.plot_formats)  # an error or a warning comes early
-            _check_concurrencies(options.concurrencies, len(requests))
+            if max(options.concurrencies) > len(requests) or min(options.concurrencies) < 1:
+                limit = f"{len(requests)}, the number of requests (--num-prompts)"
+                given = " ".join(map(str, options.concurrencies))
+                raise UsageError(f"--concurrencies must be within 1..{limit}, got {given}")
         # Warm up the connections and the server's programs.
         for request in requests[: options.warmup_requests]:
             for extra in ({}, WITHOUT_DRAFTS) if options.with_and_without_mtp else ({},):
@@ -112,17 +115,10 @@ async def _run_once(options, client, requests) -> int:
     return 0 if summary["completed"] else 1
 
 
-def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
-    if max(concurrencies) > num_requests or min(concurrencies) < 1:
-        given = " ".join(map(str, concurrencies))
-        limit = f"1..{num_requests}, the number of requests (--num-prompts)"
-        raise UsageError(f"--concurrencies must be within {limit}, got {given}")
-
-
 async def _compare(options, client, requests) -> int:
     runs: list[Run] = []
     interrupted, num_runs = False, 2 * options.repeats * len(options.concurrencies)
-    # Both runs of a pair have the same prompts, which the second would find in the prefix cache of the first.
+    # Both runs of a pair send the same prompts, so the second run would find them in the prefix cache.
     emptied = await client.flush_cache()
     settings = _settings(options, client)
     settings["prefix_cache"] = "emptied before each run" if emptied else "not emptied: no POST /flush_cache"
@@ -133,7 +129,7 @@ async def _compare(options, client, requests) -> int:
             if run is None:
                 bar.advance(task)
                 return
-            # A line per run, also for logs; --output-file keeps the results of long comparisons.
+            # Print a line per run, also to a log; --output-file keeps the results of long comparisons.
             side = "with MTP" if run.speculative else "without"
             speed = f"{run.summary['output_throughput'] or 0:.1f} tokens/s"
             bar.console.print(f"run {len(runs)} of {num_runs}: {run.concurrency} at once, {side}: {speed}")
@@ -155,7 +151,7 @@ async def _compare(options, client, requests) -> int:
     # Report the pairs that are complete, even if Ctrl-C ended the comparison.
     _print_errors(sum((Counter(run.summary["errors"]) for run in runs), Counter()))
     if rows := speedups(runs):
-        # Published speedups, of a different machine, are shown only on request.
+        # Published speedups, which come from a different machine, are shown only on request.
         reference = PUBLISHED if options.reference else {}
         files = write_report(options.output, rows, runs, settings, options.plot_formats, reference)
         console = rich.console.Console()
@@ -170,7 +166,7 @@ async def _compare(options, client, requests) -> int:
 
 
 def _settings(options, client) -> dict:
-    """Returns the description of a measurement, stored with its result."""
+    """Describes a measurement. The description is stored with the result."""
     names = ("backend", "dataset_name", "dataset_path", "num_prompts", "max_new_tokens", "random_input_len")
     names += ("random_output_len", "random_range_ratio", "max_concurrency", "seed", "tag", "extra_request_body")
     return {
@@ -209,10 +205,8 @@ def _headers(pairs: list[str]) -> dict[str, str]:
 
 
 def _json_object(text: str | None) -> dict:
-    if text is None:
-        return {}
     try:
-        value = json.loads(text)
+        value = json.loads("{}" if text is None else text)
     except ValueError as error:
         raise UsageError(f"--extra-request-body is not JSON: {error}") from error
     require(isinstance(value, dict), f"--extra-request-body must be a JSON object, not {text}")

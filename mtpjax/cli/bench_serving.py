@@ -40,8 +40,8 @@ def _add_request_flags(bench) -> None:
     group.add_argument("--base-url", help="URL of the server, instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1", help="address of the server")
     group.add_argument("--port", type=int, default=30000, help="port of the server")
-    group.add_argument("--served-model-name", help="name of the model (default: the first one that the server lists)")
-    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE", help="HTTP headers of every request")
+    group.add_argument("--served-model-name", help="model name (default: the first one that the server lists)")
+    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE", help="HTTP headers for every request")
     group.add_argument(
         "--extra-request-body",
         metavar="JSON",
@@ -73,10 +73,10 @@ def _add_request_flags(bench) -> None:
         "--random-range-ratio",
         type=float,
         default=0.0,
-        help="minimum length / maximum length of random prompts and answers; 1: all equal",
+        help="minimum length / maximum length, for random prompts and answers; 1: all lengths are equal",
     )
     group.add_argument("--vocab-size", type=int, help="for random-ids: size of the vocabulary")
-    group.add_argument("--seed", type=int, default=0, help="seed of prompts, lengths and times")
+    group.add_argument("--seed", type=int, default=0, help="random seed for prompts, lengths and arrival times")
 
 
 def _add_measurement_flags(bench) -> None:
@@ -88,12 +88,12 @@ def _add_measurement_flags(bench) -> None:
         help="requests per second, as a Poisson process; inf: all at once",
     )
     group.add_argument("--max-concurrency", type=int, help="maximum number of requests in flight (default: no limit)")
-    group.add_argument("--warmup-requests", type=int, default=1, help="number of requests before the measurement")
+    group.add_argument("--warmup-requests", type=int, default=1, help="requests to send before the measurement")
     group = bench.flag_group("comparison with and without drafts")
     group.add_argument(
         "--with-and-without-mtp",
         action="store_true",
-        help="alternate between runs with and without drafts (`speculative: false`) of the same requests",
+        help="send the same requests in alternating runs with drafts and without (`speculative: false`)",
     )
     group.add_argument(
         "--concurrencies",
@@ -106,7 +106,7 @@ def _add_measurement_flags(bench) -> None:
     group.add_argument(
         "--reference",
         action="store_true",
-        help="also show AMD's published speedups of DeepSeek with MTP on MI300X, a different model and machine",
+        help="also show AMD's published speedups for DeepSeek with MTP on MI300X (a different model and machine)",
     )
     group = bench.flag_group("output")
     group.add_argument("--output-file", metavar="FILE", help="JSONL file to append a line per run to")
@@ -116,7 +116,7 @@ def _add_measurement_flags(bench) -> None:
         "--output",
         default="mtp_speedup",
         metavar="PATH",
-        help="path of the comparison's JSON, Markdown and plots, without a suffix",
+        help="path, without a suffix, for the comparison's JSON, Markdown and plots",
     )
     add_plot_formats_flag(bench)
 

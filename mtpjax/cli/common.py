@@ -39,7 +39,8 @@ def add_model_type_flag(parser) -> None:
     )
 
 
-def add_implementation_flag(parser) -> None:
+def add_decoding_model_flags(parser) -> None:
+    add_model_path_flag(parser)
     parser.flag_group("model").add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,
@@ -51,25 +52,20 @@ def add_implementation_flag(parser) -> None:
     )
 
 
-def add_decoding_model_flags(parser) -> None:
-    add_model_path_flag(parser)
-    add_implementation_flag(parser)
-
-
 def add_chat_flag(group) -> None:
     group.add_argument("--chat", action="store_true", help="apply the chat template to each prompt as a user message")
 
 
 def add_data_flags(parser, help: str):
-    """Adds `--data` with this help, and `--pattern`; `list_data` reads them. Returns their group."""
+    """Adds `--data`, with this help text, and `--pattern`; returns their group. `list_data` reads both."""
     group = parser.flag_group("data")
     group.add_argument("--data", required=True, metavar="PATH", help=help)
-    group.add_argument("--pattern", default="*", help="glob pattern of the files to read in a folder, such as *.jsonl")
+    group.add_argument("--pattern", default="*", help="glob pattern for the files to read in a folder, such as *.jsonl")
     return group
 
 
 def check_minimums(options, **minimums: float) -> None:
-    """Raises UsageError if the value of a flag, or one of its values, is below its minimum."""
+    """Raises UsageError if a flag's value, or one of its values, is below the minimum."""
     for name, minimum in minimums.items():
         value = getattr(options, name)
         for each in value if isinstance(value, list) else [value]:
@@ -89,7 +85,7 @@ def add_plot_formats_flag(parser) -> None:
 
 
 def check_output(options) -> None:
-    """Raises ValueError if the file of `--output` cannot be written, before the work whose result it gets."""
+    """Raises ValueError if the `--output` file cannot be written. Call it before the work that makes the result."""
     if options.output is not None:
         check_output_file(options.output)
 
@@ -105,13 +101,13 @@ def set_threads(model_path: str, threads: int = 0) -> None:
 
     Args:
         model_path: the checkpoint; models below 16 MiB decode fastest on one thread.
-        threads: the number of threads; 0 chooses by the size of the model. A negative number raises ValueError.
+        threads: the number of threads; 0 chooses it by the size of the model. A negative number raises ValueError.
     """
     from mtpjax.host import choose_num_threads, limit_threads
     from mtpjax.io.checkpoint_format import checkpoint_bytes
 
     require(threads >= 0, f"threads must be at least 0, got {threads}")
-    # XLA reads the number once, when JAX makes its devices.
+    # XLA reads the number once, when JAX initializes its devices.
     if "jax" not in sys.modules:
         limit_threads(threads or choose_num_threads(checkpoint_bytes(model_path)))
     compilation_cache.enable()
@@ -153,7 +149,7 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
 
 
 def list_data(options) -> list[pathlib.Path]:
-    """Lists the files of `--data` and `--pattern`, and prints how many of a folder are left out."""
+    """Lists the files that `--data` and `--pattern` select, and prints how many files in a folder are left out."""
     from mtpjax.data.data_files import list_data_files
 
     files = list_data_files(options.data, options.pattern)

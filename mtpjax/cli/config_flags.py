@@ -1,7 +1,7 @@
 """Command-line flags made from the fields of `DecodeConfig` and `SamplingParams`. Imports no JAX.
 
-A flag has the name, type and default of its field, and the field's text in the class's docstring is its help. SGLang's
-flag for the same setting, if any, is an alias.
+A flag takes its name, type and default from the field, and its help text from the class's docstring. SGLang's flag for
+the same setting, if any, is an alias.
 """
 
 import dataclasses
@@ -25,27 +25,19 @@ SGLANG_FLAGS = {
     "draft_sinks": "--speculative-draft-sink-size",
     "draft_vocabulary": "--speculative-token-map",
 }
-# Settings of the draft's shape, of acceptance, and of single drafters.
+# Settings for the draft's shape, for acceptance, and for individual drafters.
 SHAPE_FIELDS = ("num_steps", "topk", "num_draft_tokens")
 ACCEPTANCE_FIELDS = ("acceptance", *PARAMETERS)
 MTP_FIELDS = ("draft_vocabulary", "draft_window", "draft_sinks")
 LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
-# Settings of the commands that write texts.
+# Settings for the commands that generate text.
 TEXT_FIELDS = ("max_new_tokens", "max_length", "drafter", *DRAFT_FIELDS, *LOOKUP_FIELDS)
 TEXT_FIELDS += ("kv_cache_dtype", "deterministic", "allow_copies")
-# Numbers with one value for all rows. The other fields of `SamplingParams` have no flags.
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_new_tokens",
-)
-# The group in `--help` of each field's flag.
+# Options with one value for all rows. The other fields of `SamplingParams` have no flags.
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
+SAMPLING_FIELDS += ("presence_penalty", "min_new_tokens")
+# The `--help` group of each field's flag.
 GROUPS = {
     "model": ("kv_cache_dtype", "deterministic"),
     "length": ("max_new_tokens", "max_length", "min_new_tokens"),
@@ -55,7 +47,7 @@ GROUPS = {
     "devices": ("allow_copies",),
 }
 FLAG_FIELDS = {name for names in GROUPS.values() for name in names}
-# Help of fields whose flags take other values than the fields.
+# Help for flags that take different values than their fields.
 _HELP = {
     "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}, or package.module:RECORD for your own "
     f"AcceptanceRule. The lossy rules {', '.join(LOSSY_NAMES)} change the text's distribution. auto is greedy if all "
@@ -82,7 +74,7 @@ def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
 
 
 def add_text_flags(parser, *more: str, seed: str) -> None:
-    """Adds the flags of a command that writes texts: `TEXT_FIELDS`, sampling, and `--seed` with this help."""
+    """Adds the flags of a command that generates text: `TEXT_FIELDS`, sampling, and `--seed` with this help text."""
     # `num_steps=None` lets `with_num_steps` choose by drafter and model.
     add_config_flags(parser, (*TEXT_FIELDS, *more, *SAMPLING_FIELDS), max_new_tokens=256, num_steps=None)
     add_seed_flag(parser, seed)
@@ -96,7 +88,7 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 
 class _NamesOrRecord(tuple):
-    """Names that a flag accepts, in addition to `package.module:RECORD`."""
+    """The names that a flag accepts. It also accepts any `package.module:RECORD`."""
 
     def __contains__(self, value: object) -> bool:
         return ":" in str(value) or super().__contains__(value)
@@ -109,7 +101,7 @@ def rule_choices(*names: str) -> tuple[str, ...]:
 
 def _flag_text(text: str) -> str:
     """Converts a field's docstring to the help text of its flag."""
-    # Drops SGLang's name, which is an alias of the flag, and "None", which a flag cannot take.
+    # Drop SGLang's name, which is an alias of the flag, and "None", which a flag cannot take.
     text = re.sub(r"[.] SGLang: `\w+`", "", text)
     text = re.sub(r"[.;] None: (.*)$", r" (default: \1)", text)
     return re.sub(r"`?\b(topk|[a-z]+_[a-z_]+)\b", lambda match: _flag_of(match[0], match[1]), text).replace("`", "")
@@ -123,18 +115,18 @@ def _flag_of(text: str, name: str) -> str:
 def flag_names(name: str) -> list[str]:
     """Returns the flags of a setting: its own name, and SGLang's if SGLang has one.
 
-    The first decides where a parser stores the value: `--num-steps` under "num_steps".
+    A parser stores the value under the first one's name: `--num-steps` under "num_steps".
     """
     return [f"--{name.replace('_', '-')}", *filter(None, [SGLANG_FLAGS.get(name)])]
 
 
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """Reads the text of each field, on one line, from a class's `Attributes:`. Empty under `python -OO`."""
+    """Reads each field's description, joined into one line, from a class's `Attributes:`; empty under `python -OO`."""
     # The section ends at the first empty line.
     _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
     section = re.split(r"\n\s*\n", section)[0]
-    # An entry is `name: text` at 8 spaces; deeper lines continue it.
+    # An entry is `name: text`, indented by 8 spaces; lines with a deeper indentation continue it.
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", section, flags=re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).rstrip(".") for name, text in entries}
 
@@ -162,7 +154,7 @@ def decode_settings(options) -> dict[str, Any]:
         ValueError: a threshold below 1 is given with another rule, or the file is not a draft vocabulary.
         OSError: the file cannot be read.
     """
-    # The parser holds flags of the command itself too; keep those that `DecodeConfig` knows.
+    # The parser also holds the command's own flags; keep those that are fields of `DecodeConfig`.
     known = {field.name for field in dataclasses.fields(DecodeConfig)}
     settings = {name: value for name, value in vars(options).items() if name in known}
     # SGLang has no flag for the rule: a threshold below 1 turns it on.
@@ -179,9 +171,9 @@ def decode_settings(options) -> dict[str, Any]:
 
 
 def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
-    """Returns arguments of `DecodeConfig` with the draft levels: those given, or the method's default.
+    """Returns arguments for `DecodeConfig` with `num_steps`: the given value, or the method's default.
 
-    The default is 0 for MTP modules that the model does not have.
+    The default is 0 if the method uses the model's MTP modules and the model has none.
     """
     from mtpjax.drafters.methods import find_method
 

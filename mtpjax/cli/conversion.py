@@ -30,7 +30,9 @@ def add_commands(commands) -> None:
     group = convert.flag_group("model")
     group.add_argument("source", help="folder, GGUF file or repository (org/name, org/name@revision) to read")
     add_model_type_flag(convert)
-    group.add_argument("--allow-extra", action="store_true", help="keep unknown tensors outside the language model")
+    group.add_argument(
+        "--allow-extra", action="store_true", help="keep unknown tensors that do not belong to the language model"
+    )
     group.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
     group = convert.flag_group("output")
     group.add_argument("target", help=OUTPUT_HELP)
@@ -82,7 +84,7 @@ def _add_mtp_commands(commands) -> None:
         metavar="PROMPTS",
         help="file of prompts, as in eval: decode them before and after the merge, and print both accept lengths",
     )
-    group.add_argument("--max-new-tokens", type=int, default=64, help="new tokens per prompt of --check")
+    group.add_argument("--max-new-tokens", type=int, default=64, help="new tokens per prompt, for --check")
     commands.add_subcommand("merge-mtp", merge, help="merge trained MTP modules into a full checkpoint")
 
 
@@ -102,10 +104,11 @@ def _convert(options) -> int:
     from mtpjax.io import convert
     from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 
-    # The dtypes that weights may be converted to; fp8 is only kept, never made.
+    # The dtypes that weights may be converted to; fp8 can be kept, but not produced.
     dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": options.model_type}
-    # The source's kind decides the direction: an mtpjax checkpoint goes to Hugging Face, anything else comes from it.
+    # The kind of source decides the direction: an mtpjax checkpoint is converted to Hugging Face's format, anything
+    # else to mtpjax's.
     source = find_checkpoint(options.source)
     with show_bytes_read(source, options.target) as progress:
         if is_checkpoint(source):
@@ -127,22 +130,21 @@ def _export_mtp(options) -> int:
 
 
 def _merge_mtp(options) -> int:
-    if options.check is not None:
-        compilation_cache.enable()
-    from mtpjax.io.checkpoint_format import find_checkpoint
-    from mtpjax.io.merge import merge_mtp
-
-    # Read the prompts first, so that a bad file is an error before anything is written.
+    # Read the prompts first, so that a bad file is rejected before anything is written.
     prompts = []
     if options.check is not None:
+        compilation_cache.enable()
         from mtpjax.data.prompts import read_prompts
 
         prompts = read_prompts(options.check)
         check_minimums(options, max_new_tokens=2)  # the first token needs no round
+    from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.io.merge import merge_mtp
+
     base = find_checkpoint(options.input_dir)
     with show_bytes_read(base, options.output_dir) as progress:
         report = merge_mtp(base, options.mtp_dir, options.output_dir, model_type=options.model_type, progress=progress)
-    # The counts show whether the modules were trained, or equal those that the checkpoint already had.
+    # The counts show whether the modules were trained, or equal the ones already in the checkpoint.
     print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
     if options.check is not None:
         from mtpjax.evaluation.merge_check import check_merge

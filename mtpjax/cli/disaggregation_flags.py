@@ -23,7 +23,7 @@ def add_disaggregation_flags(parser) -> None:
         "--disaggregation-bootstrap-port",
         type=int,
         default=8998,
-        help="port of the prefill server for the transfer backend jax; 0: a free one",
+        help="the prefill server's port for the transfer backend jax; 0: any free port",
     )
     group.add_argument(
         "--disaggregation-secret-file",
@@ -33,5 +33,5 @@ def add_disaggregation_flags(parser) -> None:
         "--disaggregation-timeout",
         type=float,
         default=30.0,
-        help="seconds that a request waits for its KV cache; then the decode server prefills the prompt itself",
+        help="seconds that a request waits for its KV cache, after which the decode server prefills the prompt itself",
     )

@@ -24,8 +24,8 @@ def add_drafter_flags(parser) -> None:
         "--speculative-draft-model-path",
         "--speculative-draft-model",
         help="folder or Hub repository of an EAGLE-3, Medusa, DFlash or DSpark drafter for this model, in the format "
-        "of SpecForge, speculators, vLLM, z-lab or DeepSpec. --num-steps is then by default 3 for EAGLE-3, else the "
-        "drafter's number of levels",
+        "of SpecForge, speculators, vLLM, z-lab or DeepSpec. --num-steps then defaults to 3 for EAGLE-3, and to the "
+        "drafter's number of levels for the others",
     )
     add_reading_flags(parser)
     group.add_argument(
@@ -38,30 +38,31 @@ def add_drafter_flags(parser) -> None:
 
 
 def add_reading_flags(parser) -> None:
-    """Adds the flags that complete the configuration of drafters whose files do not state everything."""
+    """Adds flags for settings that a drafter's files may leave out."""
     group = parser.flag_group("drafts")
     group.add_argument(
         "--aux-layers",
         choices=("entered", "output"),
-        help="for an EAGLE-3 drafter whose files do not say it: its list of trunk layers means the hidden states that "
-        "enter these layers (vLLM), or their outputs (SGLang)",
+        help="what an EAGLE-3 drafter's list of trunk layers refers to, if its files do not say: the hidden states "
+        "that enter these layers (vLLM), or their outputs (SGLang)",
     )
     group.add_argument(
         "--sample-from-anchor",
         action="store_true",
         default=None,
-        help="for a DFlash drafter whose files do not say it: the first slot of a block also drafts a token",
+        help="let the first slot of a block also draft a token, for a DFlash drafter whose files do not say whether "
+        "it does",
     )
     group.add_argument(
         "--last-layer-state",
         choices=("before_norm", "after_norm"),
-        help="for a drafter that reads the last trunk layer and whose files do not say it: the hidden states before "
-        "the final norm (SGLang, vLLM), or after it (transformers)",
+        help="which hidden states a drafter of the last trunk layer reads, if its files do not say: those before the "
+        "final norm (SGLang, vLLM), or after it (transformers)",
     )
 
 
 def reading_of(options) -> Any:
-    """Returns the arguments of `mtpjax.load_drafter` that the flags of `add_reading_flags` give."""
+    """Returns the arguments of `mtpjax.load_drafter` that the flags of `add_reading_flags` set."""
     return {name: getattr(options, name) for name in ("aux_layers", "sample_from_anchor", "last_layer_state")}
 
 
@@ -76,7 +77,7 @@ def check_no_drafts(options) -> None:
 
 
 def chosen_method(options):
-    """Returns the `DraftMethod` of `--speculative-algorithm` or `--drafter`; None without either, or for NONE."""
+    """Returns the `DraftMethod` of `--speculative-algorithm` or `--drafter`; None if neither is set, or for NONE."""
     from mtpjax.drafters.methods import METHODS, find_method
 
     path, own = options.speculative_draft_model_path, getattr(options, "drafter", "mtp")
@@ -91,7 +92,7 @@ def chosen_method(options):
     require(own == "mtp", f"--drafter {own} and --speculative-algorithm select different drafters")
     name = options.speculative_algorithm
     name = name if ":" in name else name.upper()
-    # SGLang's EAGLE is a drafter in files, or MTP modules: the later one counts, which fits the path.
+    # SGLang's EAGLE is either a drafter in files or MTP modules: the one that fits the path comes last and wins.
     fitting = sorted(METHODS, key=lambda method: (method.files is not None) == (path is not None))
     known = {each: method for method in fitting for each in method.algorithms} | {NO_DRAFTS: None}
     if ":" not in name and name not in known:
@@ -101,7 +102,8 @@ def chosen_method(options):
     if path is not None and (method is None or method.files is None):
         others = ", ".join(each.algorithms[0] for each in METHODS if each.files is not None)
         raise ValueError(
-            f"--speculative-algorithm {name} has no files: remove --speculative-draft-model-path or use {others}"
+            f"--speculative-algorithm {name} uses no drafter files: remove --speculative-draft-model-path, or use one "
+            f"of {others}"
         )
     if path is None and method is not None and method.from_settings is None:
         raise ValueError(f"--speculative-algorithm {name} needs --speculative-draft-model-path")
@@ -109,10 +111,10 @@ def chosen_method(options):
 
 
 def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str, Any], Any]:
-    """Loads the drafter of the flags; returns arguments of `DecodeConfig` with it, and its parameters."""
+    """Loads the drafter that the flags select. Returns arguments for `DecodeConfig` with it, and its parameters."""
     path, wanted, method = options.speculative_draft_model_path, options.speculative_algorithm, chosen_method(options)
     reading, threshold = reading_of(options), options.speculative_dspark_confidence_threshold
-    # 1. Without files, flags about files are errors.
+    # 1. Without drafter files, reject flags that apply only to them.
     if path is None:
         for name, value in (reading | {"speculative_dspark_confidence_threshold": threshold}).items():
             require(value is None, f"--{name.replace('_', '-')} needs --speculative-draft-model-path")
@@ -130,10 +132,8 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     if method not in (None, found):
         raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {found.title}")
     if threshold is not None:
-        if not hasattr(drafter, "confidence_threshold"):
-            raise ValueError(
-                f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {found.title}"
-            )
+        problem = f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {found.title}"
+        require(hasattr(drafter, "confidence_threshold"), problem)
         drafter = dataclasses.replace(drafter, confidence_threshold=threshold)
     # 3. The default depth: all levels of the drafter, or the method's usual number.
     steps = settings["num_steps"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from mtpjax.errors import UsageError
 
-MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
+MAX_COUNTS_BYTES = 64 << 20  # maximum size of an --init-expert-location file
 
 
 def add_expert_flags(parser) -> None:
@@ -13,8 +13,8 @@ def add_expert_flags(parser) -> None:
         "--ep-num-redundant-experts",
         type=int,
         default=0,
-        help="additional copies of experts per layer, which balance the load of the devices: the most frequent experts "
-        "in --init-expert-location are copied",
+        help="additional expert copies per layer, to balance the load between devices: the experts with the highest "
+        "counts in --init-expert-location are copied",
     )
     group.add_argument(
         "--init-expert-location",
@@ -36,7 +36,7 @@ def add_expert_flags(parser) -> None:
 
 
 def check_expert_devices(options, mesh) -> None:
-    """Raises UsageError if experts should move, and `mesh` (None: one device) does not shard them."""
+    """Raises UsageError for `--enable-eplb` if `mesh` (None: one device) does not shard the experts."""
     if options.enable_eplb and _num_expert_devices(mesh) == 1:
         raise UsageError("--enable-eplb needs experts sharded over several devices: --ep-size, or --mesh expert=N")
 
@@ -47,10 +47,10 @@ def place_experts_by_flags(params: dict, options, mesh) -> dict:
     Args:
         params: parameters with unrolled layers.
         options: the parsed flags.
-        mesh: the mesh of the server; None: it has one device.
+        mesh: the server's mesh; None: the server uses one device.
 
     Raises:
-        UsageError: the file of counts is not SGLang's.
+        UsageError: the file of counts does not have SGLang's format.
         ValueError: the model has no routed experts, or their counts do not fit.
     """
     counts, num_redundant = read_expert_counts(options.init_expert_location), options.ep_num_redundant_experts
@@ -63,7 +63,7 @@ def place_experts_by_flags(params: dict, options, mesh) -> dict:
 
 
 def read_expert_counts(path: str) -> dict[str, Any] | None:
-    """Reads SGLang's `logical_count`, a list of numbers for each layer of the trunk; None without a file."""
+    """Reads SGLang's `logical_count`, a list of numbers for each trunk layer; None for "trivial"."""
     from mtpjax.safe_open import read_json_file
 
     if path == "trivial":

@@ -1,4 +1,4 @@
-"""Checks a command line: one message lists all unknown flags, including SGLang's and vLLM's, and bad values."""
+"""Checks a command line: one message lists all unknown flags, including SGLang's and vLLM's, and invalid values."""
 
 import argparse
 import functools
@@ -17,7 +17,7 @@ def _by_flag(flags_by_advice: dict[str, str]) -> dict[str, str]:
     return {flag: advice for advice, flags in flags_by_advice.items() for flag in flags.split()}
 
 
-# Alternatives to unsupported flags of SGLang. All others can only be removed.
+# Alternatives to unsupported SGLang flags. All other SGLang flags can only be removed.
 SGLANG_ADVICE = _by_flag(
     {
         "use --implementation": "--attention-backend --decode-attention-backend --prefill-attention-backend",
@@ -27,7 +27,7 @@ SGLANG_ADVICE = _by_flag(
         "use --dp-size": "--data-parallel-size",
         "send chat_template_kwargs with a request": "--default-chat-template-kwargs",
         "set HF_HOME": "--download-dir",
-        "the checkpoint's dtype is kept; mtpjax convert writes another": "--dtype",
+        "the checkpoint's dtype is kept; mtpjax convert can change it": "--dtype",
         "merge the adapter into the weights": "--enable-lora --lora-paths",
         "use --ep-size": "--ep --expert-parallel-size",
         "use --hicache-size": "--hicache-ratio",
@@ -40,10 +40,10 @@ SGLANG_ADVICE = _by_flag(
         "use --model-path org/name@revision": "--revision",
         "use --speculative-draft-model-path org/name@revision": "--speculative-draft-model-revision",
         "answers contain tool calls as the model writes them": "--tool-call-parser",
-        "remove it: code of checkpoints never runs": "--trust-remote-code",
+        "remove it: code in checkpoints never runs": "--trust-remote-code",
     }
 )
-# Flags of vLLM whose names differ from SGLang's.
+# vLLM flags whose names differ from SGLang's.
 VLLM_ADVICE = _by_flag(
     {
         "use --page-size": "--block-size",
@@ -57,7 +57,7 @@ VLLM_ADVICE = _by_flag(
         "use --mem-fraction-static": "--gpu-memory-utilization",
         "use --grammar-backend": "--guided-decoding-backend",
         "edit a copy of config.json": "--hf-overrides",
-        "remove it: prompts are texts": "--limit-mm-per-prompt",
+        "remove it: prompts contain only text": "--limit-mm-per-prompt",
         "use --context-length": "--max-model-len",
         "use --chunked-prefill-size": "--max-num-batched-tokens",
         "use --max-running-requests": "--max-num-seqs",
@@ -84,10 +84,10 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
         parser: the parser of `mtpjax`.
 
     Returns:
-        The arguments, with dashes for underscores in the names of flags.
+        The arguments, with underscores in flag names replaced by dashes.
 
     Raises:
-        UsageError: the command is unknown or missing, or as for `check_flags`.
+        UsageError: the command is unknown or missing, or `check_flags` rejects a flag.
     """
     command: list[str] = []
     # `eval` has subcommands.
@@ -114,10 +114,10 @@ def check_flags(
     Args:
         arguments: the command line after the name of the command.
         parser: the parser of the command.
-        advise: returns the origin of an unknown flag and the advice, for flags of other programs.
+        advise: returns the program that an unknown flag comes from, and advice; None for other flags.
 
     Returns:
-        The arguments, with dashes for underscores in the names of flags.
+        The arguments, with underscores in flag names replaced by dashes.
 
     Raises:
         UsageError: flags are unknown or missing, or have invalid values. The message lists each, and what to do.
@@ -131,7 +131,7 @@ def check_flags(
             break
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-")
-        # As for argparse, a text with spaces that is not a flag is a value.
+        # As in argparse, an argument with spaces that is not a known flag is a value.
         if _FLAG.match(name) and (name in known or " " not in argument):
             flag, action = name, known.get(name)
             if action is None:
@@ -163,7 +163,7 @@ def check_flags(
 
 
 def _value_problem(name: str, action: Any, value: str) -> Iterator[str]:
-    """Yields problems of a flag's value that the parser does not check."""
+    """Yields problems with a flag's value that the parser does not report."""
     kind = getattr(action, "_typehint", action.type)
     if action.choices is not None and value not in action.choices:
         choices = list(map(str, action.choices))

@@ -34,12 +34,12 @@ def add_commands(commands) -> None:
     group.add_argument("--prompts", metavar="FILE", help=common.PROMPT_FILE_HELP)
     group.add_argument("--batch-size", type=int, default=8, help="number of prompts to decode together")
     common.add_chat_flag(group)
-    config_flags.add_text_flags(parser, "depth_policy", seed="random seed of the first prompt; others add 1, 2, ...")
+    config_flags.add_text_flags(parser, "depth_policy", seed="random seed; prompt i, counted from 0, uses SEED + i")
     parser.flag_group("drafts").add_argument(
         "--profile",
         metavar="FILE",
-        help="output of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the folder of the "
-        "drafter or the model)",
+        help="output of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the drafter's or the "
+        "model's folder)",
     )
     add_drafter_flags(parser)
     add_mesh_flags(parser)
@@ -54,8 +54,8 @@ def add_commands(commands) -> None:
     group.add_argument(
         "--logprobs",
         type=int,
-        help="print the log-probability of each new token, and the N most likely tokens at its position, from the "
-        "model's logits at temperature 1",
+        help="print the log-probability of each new token and the N most likely tokens at its position, computed "
+        "from the model's logits at temperature 1",
     )
     group.add_argument(
         "--json",
@@ -113,7 +113,7 @@ def _read_prompts(options) -> list:
         prompts = read_prompts(options.prompts, max_characters=sys.maxsize)
         print(f"mtpjax generate: {count_of(len(prompts), 'prompt')} in {printable(options.prompts)}", file=sys.stderr)
         return prompts
-    require(options.prompt.count(STANDARD_INPUT) <= 1, "--prompt - is given twice: standard input can be read once")
+    require(options.prompt.count(STANDARD_INPUT) <= 1, "--prompt - is repeated: standard input can be read only once")
     if STANDARD_INPUT in options.prompt and options.nnodes > 1:
         raise UsageError("--prompt - needs one process: with several, use --prompts FILE")
     texts = [_read_standard_input() if text == STANDARD_INPUT else text for text in options.prompt]
@@ -121,7 +121,7 @@ def _read_prompts(options) -> list:
 
 
 def _read_standard_input() -> str:
-    """Reads a prompt from standard input, without the newline at its end that `echo` and editors add."""
+    """Reads a prompt from standard input, without the trailing newline that `echo` and editors add."""
     require(sys.stdin is not None, "--prompt - reads standard input, which is closed")
     if sys.stdin.isatty():
         print("mtpjax generate: type the prompt; Ctrl-D ends it", file=sys.stderr)
@@ -154,7 +154,7 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
     if config.num_steps and uses_mtp_modules(config.drafter):
         check_acceptance(path, model, params)
-    # The texts go to stdout, everything about them to stderr, so that the texts can be piped. All processes have the
+    # The texts go to stdout and everything else to stderr, so that the texts can be piped. All processes have the
     # texts, and one prints them.
     prints = is_main_process()
     output = Output(options, tokenizer, is_one=len(prompts) == 1)

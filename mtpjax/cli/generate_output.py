@@ -14,7 +14,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
 
 
 class Output:
-    """Prints texts and their log-probabilities to stdout, for people or as JSON."""
+    """Prints texts and their log-probabilities to stdout, in readable form or as JSON."""
 
     def __init__(self, options, tokenizer, *, is_one: bool):
         self._options, self._tokenizer, self._is_one = options, tokenizer, is_one
@@ -65,7 +65,7 @@ class Output:
         return lines
 
     def _text_of(self, token: int) -> str:
-        """Returns the text of a single token, or a name if it has no text, such as an end token."""
+        """Returns the text of a single token, or a placeholder if it has no text, as for an end token."""
         return self._tokenizer.decode([token]) or f"<token {token}>"
 
 
@@ -81,14 +81,14 @@ def _print_text(prompt: str, spans: Sequence) -> None:
         return
     colors = ("green", "cyan", "magenta", "yellow")
     text = rich.text.Text(prompt, style="bold")
-    # The color is that of the draft level that proposed the token; the trunk's own tokens have none.
+    # Each draft level has a color; tokens that the trunk drew itself are not colored.
     for part, level in spans:
         text.append(part, style=colors[(level - 1) % len(colors)] if level else "")
     console.print(text)
 
 
 def print_stats(results: list, texts: list[list[int]], config) -> None:
-    """Prints the counts of all batches on stderr."""
+    """Prints the totals over all batches to stderr."""
     import numpy as np
 
     from mtpjax.decoding.result import DecodeStats
@@ -116,14 +116,14 @@ def warn_of_limit(prompts: list[list[int]], config, positions: int) -> None:
     longest = max(map(len, prompts))
     if config.max_length is None and longest + config.max_new_tokens > positions:
         given = f"a prompt of {count_of(longest, 'token')} and --max-new-tokens {config.max_new_tokens}"
-        limit = f"{positions} positions: its text has at most {count_of(positions - longest, 'new token')}"
+        limit = f"maximum length of {positions} tokens: it gets at most {count_of(positions - longest, 'new token')}"
         print(f"mtpjax generate: {given} exceed the model's {limit}", file=sys.stderr)
 
 
 def compare_with_plain(
     params, prompts, texts, decode_plainly: Callable[[int | None], list[list[int]]], *, model, config
 ) -> tuple[list[str], int]:
-    """Returns lines that say where the texts differ from plain decoding's, if they do, and the exit code, 0 or 4."""
+    """Compares the texts with plain decoding. Returns lines to print, and exit code 4 if a text differs, else 0."""
     import jax.numpy as jnp
 
     from mtpjax.evaluation.same_text import first_divergences
@@ -141,7 +141,7 @@ def compare_with_plain(
     # For each prompt that differs, show where, and how close the two tokens' logits are: a near tie is rounding.
     for number, divergence in enumerate(first_divergences(params, prompts, texts, plain, model=model), start=1):
         if divergence is not None:
-            gap = f"the trunk's logits of the two tokens are {divergence.gap:.2g} apart"
+            gap = f"the trunk's logits for the two tokens are {divergence.gap:.2g} apart"
             where = "one text ends" if math.isinf(divergence.gap) else gap
             lines.append(f"prompt {number} differs from new token {divergence.position + 1} on, where {where}")
     return lines, 0 if all(is_equal) else 4

@@ -1,4 +1,4 @@
-"""The parsers of `mtpjax`: flags in groups, help of at most 80 columns, errors of one line. Imports no JAX."""
+"""The parsers of `mtpjax`: grouped flags, help within 80 columns, one-line errors. Imports no JAX."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from mtpjax.errors import UsageError
 
 
 class HelpFormatter(jsonargparse.DefaultHelpFormatter):
-    """Help of at most 80 columns: short value names, each once per flag, and each default once."""
+    """Formats help within 80 columns: short metavars, shown once per flag, and each default once."""
 
     def __init__(self, prog: str, **settings: Any):
         # jsonargparse repeats "[options]" for every level of subcommands, which pushes the usage to the right.
@@ -34,7 +34,7 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
         return textwrap.indent("\n".join(self._split_lines(text, width - len(indent))), indent)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        """Names a flag's value: N for integers, X for other numbers, else the last word of the flag."""
+        """Returns a flag's metavar: N for integers, X for other numbers, else the last word of the flag."""
         numbers: dict[Any, str] = {int: "N", float: "X"}
         # jsonargparse keeps the type of a flag that takes several values in a separate attribute.
         kind = getattr(action, "_typehint", action.type)
@@ -48,13 +48,13 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
         return f"{', '.join(action.option_strings)} {value}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        """Adds the default, or that the flag is required, unless the text says it."""
+        """Adds the default, or that the flag is required, unless the text already says so."""
         text = action.help or ""
         if isinstance(action, argparse._HelpAction):
             return super()._get_help_string(action)
         if action.required and action.option_strings:
             return f"{text} (required)"
-        # Switches are off by default; the text explains defaults that are empty.
+        # Switches are off by default; the text explains empty defaults.
         has_default = action.default is not None and action.default is not False and action.default not in ("", [])
         is_stated = not has_default or action.default == argparse.SUPPRESS or re.search(r"default:|by default", text)
         if is_stated or not action.option_strings:
@@ -64,7 +64,7 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
 
 
 class CommandParser(jsonargparse.ArgumentParser):
-    """A parser that raises an error of one line, where `argparse` prints the usage and ends the process."""
+    """A parser that raises a one-line error where `argparse` prints the usage and exits."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raises `UsageError`: `mtpjax.cli.main` prints it, and ends with exit code 2."""

@@ -6,16 +6,17 @@ import threading
 import time
 from types import FrameType
 
-RETRY_SECONDS = 0.05  # until an interrupt at an unfit moment is delivered again
+RETRY_SECONDS = 0.05  # before an interrupt at an unsafe moment is delivered again
 MAX_SECONDS = 10.0  # maximum delay of an interrupt
 
 
 def defer_interrupts() -> None:
-    """Lets Ctrl-C wait for the end of an import.
+    """Defers Ctrl-C until a running import ends.
 
     An exception in the middle of an import leaves modules half initialized, and extension modules such as NumPy's then
-    crash the process. Python drops an exception raised inside a callback of its garbage collector, of which JAX has
-    one, so the interrupt would be lost. A handler of the caller, or an ignored signal, stays unchanged.
+    crash the process. Python discards exceptions raised inside garbage collector callbacks, and JAX registers such a
+    callback, so an interrupt there would be lost. A handler that the caller has set, or an ignored signal, stays
+    unchanged.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -25,14 +26,13 @@ def defer_interrupts() -> None:
 class _InterruptHandler:
     """Raises `KeyboardInterrupt`, now or after the running import or callback."""
 
-    def __init__(self):
-        self.waiting_since: float | None = None
+    waiting_since: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         self.waiting_since = now if self.waiting_since is None else self.waiting_since
-        # A program that calls the command while it is imported itself must still end.
-        if not _is_unfit(frame) or now - self.waiting_since > MAX_SECONDS:
+        # A program that runs the command during its own import must still end.
+        if not _is_unsafe(frame) or now - self.waiting_since > MAX_SECONDS:
             self.waiting_since = None
             raise KeyboardInterrupt
         timer = threading.Timer(RETRY_SECONDS, os.kill, (os.getpid(), number))
@@ -40,7 +40,7 @@ class _InterruptHandler:
         timer.start()
 
 
-def _is_unfit(frame: FrameType | None) -> bool:
+def _is_unsafe(frame: FrameType | None) -> bool:
     """Returns whether an import, a finaliser or a callback of the garbage collector is running."""
     while frame is not None:
         code = frame.f_code

@@ -36,7 +36,7 @@ from mtpjax.errors import (
 from mtpjax.host import describe_address_limit, keep_freed_memory
 from mtpjax.version import __version__
 
-# In the order of `--help`.
+# In the order in which `--help` lists them.
 MODULES = (training, generate, regenerate, conversion, planning, tuning, measuring, vocabulary, serve, bench_serving)
 COMMANDS = {name: run for module in MODULES for name, run in module.COMMANDS.items()}
 # The first class that an exception is an instance of determines the exit code. `errors.py` explains the codes.
@@ -52,8 +52,8 @@ EXIT_CODES = (
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits.
 
-    The exit code is 0 on success, 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from plain decoding's,
-    5 if memory is too small, 75 if the run was interrupted and the same command resumes it, 130 after Ctrl-C, and 1 for
+    The exit code is 0 on success, 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from plain decoding, 5
+    if memory is too small, 75 if the run was interrupted and the same command resumes it, 130 after Ctrl-C, and 1 for
     all other errors.
 
     Args:
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _run(arguments)
     except SystemExit as end:
-        # Only a process that runs nothing else may end at once.
+        # Only a process that runs nothing else may exit immediately.
         if arguments is None:
             _end_while_compiling(end.code)
         raise
@@ -91,19 +91,21 @@ def _run(arguments: list[str] | None) -> NoReturn:
         # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
         exit_without_shutdown(_exit_code(LostProcess))
     except Exception as error:
-        # A full memory shows up as all kinds of errors: of an import, of a thread, of a file that cannot be read.
+        # Running out of memory surfaces as many kinds of errors: an import that fails, a thread that does not start, a
+        # file that cannot be read.
         if is_memory_error(error) and not isinstance(error, MemoryTooSmall):
-            print(f"{name}: {_describe_full_memory(error)}", file=sys.stderr)
+            problem = f"memory is too small ({type(error).__name__}: {printable(error, 200)})"
+            print(f"{name}: {'; '.join(filter(None, [problem, describe_address_limit()]))}", file=sys.stderr)
             sys.exit(_exit_code(MemoryTooSmall))
         if not isinstance(error, ValueError | OSError | ResumableError):
             raise
-        # The user's fault, not the program's: one line without a traceback.
+        # A user error, not a bug: print one line without a traceback.
         print(f"{name}: {printable(error)}", file=sys.stderr)
         sys.exit(_exit_code(type(error)))
 
 
 def _end_while_compiling(code: object) -> None:
-    """Ends the process at once if one of its threads compiles: XLA would crash when the interpreter ends."""
+    """Exits immediately if a thread is compiling: XLA would crash during a normal shutdown of the interpreter."""
     background = sys.modules.get("mtpjax.serving.background")
     if background is not None and background.is_compiling():
         from mtpjax.distributed import exit_without_shutdown
@@ -112,18 +114,13 @@ def _end_while_compiling(code: object) -> None:
 
 
 def _watch_for_aborts(name: str, has_peers: bool, advice: str) -> None:
-    """Continues in a child process where native code may abort this one for a reason that the user should read."""
+    """Continues in a child process if native code may abort the process, so that the parent can print the reason."""
     if has_peers:
         continue_in_child(name, _exit_code(LostProcess), LOST_PROCESS + advice)
     elif limit := describe_address_limit():
         message = f"memory is too small: native code ended the process; {limit}"
         signals = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
         continue_in_child(name, _exit_code(MemoryTooSmall), message, signals)
-
-
-def _describe_full_memory(error: BaseException) -> str:
-    parts = [f"memory is too small ({type(error).__name__}: {printable(error, 200)})", describe_address_limit()]
-    return "; ".join(filter(None, parts))
 
 
 def _exit_code(kind: type[Exception]) -> int:
@@ -135,7 +132,7 @@ def _prepare_process(command: str, *, is_own: bool) -> None:
     # `keep_freed_memory` may restart the process.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
-    # Warnings of the library, such as MTP modules that draft badly, reach the user in one line each.
+    # Print each warning of the library, such as one about MTP modules that draft badly, on one line.
     logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
     # SIGTERM and SIGHUP raise SystemExit, so that conversions remove their unfinished folders, as after Ctrl-C.
     if is_own and command in ("convert", "export-mtp", "merge-mtp"):
@@ -144,10 +141,10 @@ def _prepare_process(command: str, *, is_own: bool) -> None:
 
 
 def _parse(arguments: list[str]):
-    """Parses the flags. Help that cannot be written, as on a full disk, is an error."""
+    """Parses the flags. Exits with an error if the help text cannot be written, as on a full disk."""
     parser = make_parser()
     arguments = check_command_line(arguments, parser)
-    # argparse ignores errors of writing, so it writes into memory.
+    # argparse ignores write errors, so let it write to memory.
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -157,7 +154,7 @@ def _parse(arguments: list[str]):
             sys.stdout.write(printed.getvalue())
             sys.stdout.flush()
         except OSError as error:
-            # The interpreter would flush again at its end, and fail again.
+            # The interpreter would flush again at exit, and fail again.
             sys.stdout = None
             print(f"mtpjax: the output cannot be written: {error}", file=sys.stderr)
             raise SystemExit(2) from None
@@ -165,7 +162,7 @@ def _parse(arguments: list[str]):
 
 
 def make_parser() -> CommandParser:
-    """Makes the parser of `mtpjax` with all subcommands."""
+    """Makes the `mtpjax` parser with all subcommands."""
     # This runs without JAX, so `--help` answers at once.
     parser = CommandParser(
         prog="mtpjax",

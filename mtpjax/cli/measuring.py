@@ -50,7 +50,7 @@ def _add_profile(commands) -> None:
     profile.flag_group("output").add_argument(
         "--output",
         metavar="FILE",
-        help="file to write (default: profile.json in the folder of the drafter or the model)",
+        help="file to write (default: profile.json in the drafter's or the model's folder)",
     )
     add_prediction_flags(profile)
     commands.add_subcommand("profile", profile, help="measure what drafting costs, by depth and batch size")
@@ -58,10 +58,10 @@ def _add_profile(commands) -> None:
 
 def _add_eval(commands) -> None:
     acceptance = command_parser(
-        "Measure the accept length and the acceptance rate per draft level, for each category of prompts and "
-        "overall: by decoding, and teacher-forced on the model's own text, with 95 % intervals over prompts. The "
-        "accept length is 1 + accepted drafts / rounds. The conditional rate of a level is over the rounds that "
-        "accepted all earlier levels; its survival rate is over all rounds."
+        "Measure the accept length and the acceptance rate per draft level, for each category of prompts and overall: "
+        "by decoding, and teacher-forced on the model's own text, with 95 % intervals over prompts. The accept length "
+        "is 1 + accepted drafts / rounds. The conditional rate of a level counts only the rounds that accepted all "
+        "earlier levels; its survival rate counts all rounds."
     )
     common.add_decoding_model_flags(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
@@ -121,7 +121,7 @@ def _add_ablate(commands) -> None:
             flag |= {"choices": config_flags.rule_choices("auto", "exact"), "metavar": "RULE"}
         grid_flags.add_argument(*config_flags.flag_names(name), **flag)
     group = ablate.flag_group("measurement")
-    group.add_argument("--repeats", type=int, default=5, help="number of measurements of each combination")
+    group.add_argument("--repeats", type=int, default=5, help="measurements per combination")
     config_flags.add_seed_flag(ablate, "random seed for choosing prompts and for sampling")
     group.add_argument(
         "--threads", type=int, default=0, help="XLA's CPU threads; 0: one for models below 16 MiB, else all cores"
@@ -186,7 +186,7 @@ def _profile(options) -> int:
         raise ValueError(f"only MTP modules and drafters in files can be profiled, not {drafter}")
     output = options.output or profile_file.default_path(drafter_path or options.model_path)
     with progress_bar() as bar:
-        # Compile a loop per shape and batch size, then time the loops in turns.
+        # Compile a loop per shape and batch size, then time the loops in rotation.
         task = bar.add_task("compiling and measuring", total=None)
         measured = profile.measure(
             params,
@@ -198,8 +198,9 @@ def _profile(options) -> int:
         )
     measured["acceptance"] = rates
     if measured.get("context", options.context) < options.context:
-        room = f"{options.context} leaves no room in the model's {model.config.max_position_embeddings} positions"
-        print(f"mtpjax profile: --context {room}: measured with {measured['context']}", file=sys.stderr)
+        limit = f"the model's maximum length of {model.config.max_position_embeddings} tokens"
+        problem = f"--context {options.context} leaves no room within {limit}"
+        print(f"mtpjax profile: {problem}: measured with {measured['context']}", file=sys.stderr)
     # Save before printing: the tables are only a summary of the file.
     profile_file.save(output, measured)
     print_parts(rich.console.Console(), profile_report.tables(measured))
@@ -208,16 +209,13 @@ def _profile(options) -> int:
 
 
 def _eval(options) -> int:
-    return {"acceptance": _eval_acceptance}[options.what](options[options.what])
-
-
-def _eval_acceptance(options) -> int:
+    options = options[options.what]
     common.set_threads(options.model_path)
     with open_mesh(options) as mesh:
-        return _eval_acceptance_on(mesh, options)
+        return _eval_acceptance(mesh, options)
 
 
-def _eval_acceptance_on(mesh, options) -> int:
+def _eval_acceptance(mesh, options) -> int:
     import rich.console
 
     from mtpjax.data.tokenizer import load_tokenizer
@@ -270,7 +268,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     identical = int(acceptance.is_identical.sum())
     is_compared = not options.temperature or config.acceptance == "sample"
     code = 4 if is_compared and identical < len(prompts) else 0
-    # All processes have the figures, and one writes and prints them.
+    # All processes have the results, and one writes and prints them.
     if not is_main_process():
         return code
     # The file also records the settings, so that two files can be compared.

@@ -1,4 +1,4 @@
-"""Flags of a mesh and of several processes, for the commands that decode and train."""
+"""Flags for meshes and multi-process runs, for the commands that decode and train."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def add_mesh_flag(parser, help: str) -> None:
-    """Adds `--mesh`, which `parse_mesh` reads, with the command's help."""
+    """Adds `--mesh`, which `parse_mesh` reads, with this help text."""
     parser.flag_group("devices").add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help=help)
 
 
 def add_mesh_flags(parser) -> None:
-    """Adds `--mesh` for a command that decodes, and the flags of several processes."""
+    """Adds `--mesh` for a command that decodes, and the flags for multi-process runs."""
     add_mesh_flag(
         parser,
         "shard the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
@@ -24,16 +24,16 @@ def add_mesh_flags(parser) -> None:
 def add_process_flags(parser) -> None:
     group = parser.flag_group("devices")
     group.add_argument("--nnodes", type=int, default=1, help="number of processes, one per host")
-    group.add_argument("--node-rank", type=int, help="number of this process, from 0 (default: the launcher's)")
+    group.add_argument("--node-rank", type=int, help="rank of this process, from 0 (default: from the launcher)")
     group.add_argument(
         "--dist-init-addr",
         metavar="HOST:PORT",
-        help="address of process 0 (default: the launcher's: Slurm, Open MPI or Kubernetes)",
+        help="address of process 0 (default: from the launcher, which can be Slurm, Open MPI or Kubernetes)",
     )
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads the sizes of a mesh by axis, from text such as "data=2,tensor=4". Raises ValueError."""
+    """Parses a mesh such as "data=2,tensor=4" into sizes by axis. Raises ValueError."""
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
@@ -46,11 +46,11 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
-    """Loads the model of a command that decodes.
+    """Loads the model for a command that decodes.
 
     Args:
         path: the checkpoint.
-        options: what a parser with `add_mesh_flags`, `add_model_path_flag` and `add_implementation_flag` returned.
+        options: parsed flags, including those of `add_mesh_flags` and `add_decoding_model_flags`.
         mesh: the mesh, or None.
         rearrange: changes the parameters before they are sharded for decoding.
 
@@ -70,7 +70,7 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
 
 
 def connect_processes(options) -> None:
-    """Joins the other processes, if any, before the first JAX call that creates devices. Raises ValueError."""
+    """Joins the other processes, if any. Call it before any JAX call that initializes devices. Raises ValueError."""
     from mtpjax import distributed
 
     if options.nnodes > 1:
@@ -84,8 +84,8 @@ def open_mesh(options) -> Iterator:
     """Joins the other processes, if any, and yields the command's mesh; None for one device.
 
     Raises:
-        ValueError: the mesh does not have the devices that JAX has.
-        LostProcess: in the block, another process has ended.
+        ValueError: the mesh does not match JAX's devices.
+        LostProcess: another process ended during the block.
     """
     from mtpjax import compat, distributed
 

@@ -40,8 +40,8 @@ def add_commands(commands) -> None:
     )
     group = plan.flag_group("requests")
     group.add_argument(*flag_names("batch_size"), type=int, default=8, help="number of rows to decode together")
-    group.add_argument("--context", type=int, help="tokens per row (default: 4096, or the model's positions if fewer)")
-    group.add_argument("--prefill-chunk", type=int, help="tokens per prefill pass (default: as for decoding)")
+    group.add_argument("--context", type=int, help="tokens per row (default: 4096, or the model's maximum if lower)")
+    group.add_argument("--prefill-chunk", type=int, help="tokens per prefill pass (default: the same as for decoding)")
     group = plan.flag_group("drafts")
     group.add_argument(
         *flag_names("num_steps"), type=int, help="draft levels per round (default: 1 with MTP modules, else 0)"
@@ -67,11 +67,11 @@ def add_commands(commands) -> None:
 
 
 def _load_of(options, config):
-    """Returns the `Load` of the flags. Raises ValueError for draft levels or an accept length that are impossible."""
+    """Returns the `Load` that the flags describe. Raises ValueError for impossible draft levels or accept lengths."""
     from mtpjax.evaluation.plan_report import Load
     from mtpjax.evaluation.roofline import tokens_per_round
 
-    # One draft level is the default of a model with MTP modules.
+    # One draft level is the default for a model with MTP modules.
     num_steps = min(1, config.num_mtp_modules) if options.num_steps is None else options.num_steps
     check_minimums(options, num_steps=0)
     if num_steps and not config.num_mtp_modules:
@@ -79,7 +79,7 @@ def _load_of(options, config):
     positions = config.max_position_embeddings
     context = min(4096, positions) if options.context is None else options.context
     if context > positions:
-        limit = f"the model's {positions} positions (max_position_embeddings)"
+        limit = f"the model's maximum length of {positions} tokens (max_position_embeddings)"
         print(f"mtpjax plan: --context {context} exceeds {limit}", file=sys.stderr)
     # Without a measured accept length, every level is assumed to be accepted with the same probability.
     accept_length = tokens_per_round(0.8, num_steps) if options.accept_length is None else options.accept_length
@@ -133,11 +133,13 @@ def _plan(options) -> int:
         console.print(plan_report.train_table(rows, device, options.count))
         write_json(options.output, rows)
         return 0
-    # 3. Compare all meshes, or check that of --mesh.
+    # 3. Compare all meshes, or only the one in --mesh.
     load = _load_of(options, config)
     sizes = parse_mesh(options.mesh)
     if "fsdp" in sizes or (sizes and math.prod(sizes.values()) != options.count):
-        raise ValueError(f"--mesh {options.mesh} must cover {options.count} GPUs with data, expert and tensor")
+        raise ValueError(
+            f"--mesh {options.mesh}: data * expert * tensor must be {options.count} (--count), without fsdp"
+        )
     meshes = [sizes] if sizes else plan.list_meshes(options.count)
     result = plan_report.compare_meshes(config, params, device, meshes, load)
     for line in plan_report.describe(result, device, options.count):

@@ -5,8 +5,8 @@ import pathlib
 from mtpjax.errors import UsageError
 from mtpjax.messages import did_you_mean
 
-DEVICE_NAMES = ("h100", "h200", "mi300x")  # of `mtpjax.evaluation.roofline.DEVICES`, which imports JAX
-MAX_CONFIG_BYTES = 16 * 2**20  # of a config.json
+DEVICE_NAMES = ("h100", "h200", "mi300x")  # keys of `mtpjax.evaluation.roofline.DEVICES`, which imports JAX
+MAX_CONFIG_BYTES = 16 * 2**20  # maximum size of a config.json
 
 
 def add_prediction_flags(profile) -> None:
@@ -14,7 +14,7 @@ def add_prediction_flags(profile) -> None:
     predict.add_argument(
         "--predict",
         action="store_true",
-        help="instead of measuring, estimate the time of rounds on GPUs from bytes, FLOPs and kernel launches. "
+        help="instead of measuring, estimate round times on GPUs from bytes, FLOPs and kernel launches. "
         "--model-path may then be a preset, such as deepseek-v3, or a folder with only config.json",
     )
     predict.add_argument(
@@ -36,7 +36,7 @@ def add_prediction_flags(profile) -> None:
 
 
 def print_prediction(options) -> list:
-    """Prints predicted rounds, and returns them."""
+    """Prints the predicted round times, and returns their rows."""
     import rich.console
 
     from mtpjax.evaluation.roofline_report import tables
@@ -69,7 +69,7 @@ def read_model(path: str, family: str | None):
     """Reads the config and shapes for a prediction from a preset, a checkpoint or a folder with only `config.json`.
 
     Returns:
-        The config, and the shapes of the parameters as they are stored; None for a preset, which has no files.
+        The config, and the shapes of the stored parameters; no shapes (None) for a preset, which has no files.
 
     Raises:
         UsageError: the name is neither a preset nor a path.
@@ -96,13 +96,11 @@ def read_model(path: str, family: str | None):
 
 
 def _bytes_of_weight(params) -> float:
-    """Returns the mean bytes per weight; scales of fp8 blocks count as bytes of their weights."""
+    """Returns the mean bytes per weight; the bytes of fp8 block scales count towards their weights."""
     import math
 
     import jax
 
-    leaves = [
-        (leaf, getattr(path[-1], "name", "") != "scales") for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    ]
-    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf, _ in leaves)
-    return nbytes / sum(math.prod(leaf.shape) for leaf, is_weight in leaves if is_weight)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves)
+    return nbytes / sum(math.prod(leaf.shape) for path, leaf in leaves if getattr(path[-1], "name", "") != "scales")

@@ -33,7 +33,7 @@ def add_commands(commands) -> None:
     group.add_argument("--batch-size", type=int, default=8, help="number of records to decode together")
     output = parser.flag_group("output")
     output.add_argument("--output", required=True, metavar="FILE", help="JSONL file to write or resume")
-    config_flags.add_text_flags(parser, seed="random seed; each record's seed depends on it and the record's number")
+    config_flags.add_text_flags(parser, seed="random seed; each record's seed depends on it and the record's index")
     add_mesh_flags(parser)
     commands.add_subcommand("regenerate", parser, help="let the model write its own training data")
 
@@ -91,7 +91,7 @@ def _regenerate_on(mesh, options) -> int:
                 model_digest=checkpoint_digest(path),
                 progress=show,
             )
-        # The output is complete up to the last record, so the same command continues it.
+        # The output holds only complete records, so the same command continues it.
         except KeyboardInterrupt:
             incomplete = f"{printable(options.output)} is incomplete; run the same command again"
             print(f"mtpjax regenerate: {incomplete}", file=sys.stderr)

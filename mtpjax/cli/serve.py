@@ -1,4 +1,4 @@
-"""`mtpjax serve`, `mtpjax serve-router` and `mtpjax bench-serving`."""
+"""`mtpjax serve` and `mtpjax serve-router`."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ from mtpjax.host import raise_descriptor_limit
 
 
 def engine_settings(options) -> dict[str, Any]:
-    """Returns arguments of `DecodeConfig`, without the drafter. Raises ValueError."""
+    """Returns arguments for `DecodeConfig`, without the drafter. Raises ValueError."""
     settings = decode_settings(options)
     # SGLang has switches for two acceptance rules.
     rules = {"token": options.speculative_use_rejection_sampling, "block": options.speculative_use_block_verification}
@@ -35,26 +35,26 @@ def engine_settings(options) -> dict[str, Any]:
         if settings["acceptance"] not in ("auto", rule):
             raise ValueError(f"the acceptance rule is set twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
-    # A changing depth needs a rule whose text for a seed does not depend on the number of drafts.
+    # A changing depth needs a rule that gives the same text for a seed with any number of drafts.
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
     if changes_depth and settings["acceptance"] == "auto":
         settings["acceptance"] = "sample"
-    if ":" not in settings["acceptance"]:  # a record is imported later
+    if ":" not in settings["acceptance"]:  # a user's rule is imported later
         check_lossy(settings["acceptance"], options)
     return settings
 
 
 def check_lossy(rule: str, options) -> None:
-    """Raises `ValueError` for a lossy acceptance rule without `--allow-lossy`. Imports a user's record."""
+    """Raises `ValueError` for a lossy acceptance rule without `--allow-lossy`. Imports a user's rule."""
     if rule != "auto" and not options.allow_lossy and not find_rule(rule).is_exact:
         raise ValueError(f"acceptance '{rule}' changes the text's distribution: use --allow-lossy")
 
 
 def _mesh_text(options) -> str:
-    """Returns the mesh of `--mesh` or of SGLang's sizes."""
+    """Returns the mesh that `--mesh` or SGLang's size flags describe."""
     has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
     if options.mesh and has_sizes:
-        raise ValueError("--mesh cannot be combined with --tp-size, --dp-size and --ep-size")
+        raise ValueError("--mesh cannot be combined with --tp-size, --dp-size or --ep-size")
     if not has_sizes:
         return options.mesh
     size, parts = options.tp_size or 1, options.dp_size
@@ -87,7 +87,7 @@ def run_serve(options) -> int:
     check_used(options)
     check_no_drafts(options)
     engine_settings(options)
-    # The number of threads and the compilation cache are set before anything imports JAX, as a user's record may.
+    # The number of threads and the compilation cache are set before anything imports JAX, as a user's rule may do.
     set_threads(options.model_path)
     check_lossy(options.acceptance, options)
     chosen_method(options)
@@ -132,7 +132,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
                 path, options, mesh, rearrange=lambda params: place_experts_by_flags(params, options, mesh)
             )
         if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
-            raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
+            raise TokenizerError(f"--tokenizer-path {options.tokenizer_path} does not exist")
         tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
         with explain_full_memory("use more devices: raise --tp-size"):
             chosen, draft_params = load_drafter_of(options, engine_settings(options), model)
@@ -140,8 +140,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         if config.num_steps and uses_mtp_modules(config.drafter):
             report("checking the drafts")
             check_acceptance(path, model, params)
-        # 3. The engine, which processes other than the main one follow. Pages of a prefill server arrive in host
-        #    memory.
+        # 3. The engine, whose calls the other processes also run. Pages from a prefill server arrive in host memory.
         uses_host = options.enable_hierarchical_cache or disaggregation is not None
         grammars = load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size)
         settings = engine_sizes(options, params, model=model, config=config, uses_host=uses_host)

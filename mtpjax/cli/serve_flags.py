@@ -1,6 +1,6 @@
 """The flags of `mtpjax serve`, with SGLang's names. Imports no JAX."""
 
-from mtpjax.cli.common import add_implementation_flag, add_model_path_flag
+from mtpjax.cli.common import add_decoding_model_flags
 from mtpjax.cli.config_flags import DRAFT_FIELDS, LOOKUP_FIELDS, add_config_flags
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags
 from mtpjax.cli.drafter_flags import add_drafter_flags
@@ -18,15 +18,13 @@ def make_parser():
         "page with a chat and the server's state at /. Flags have SGLang's names. By default, the server listens only "
         "on this machine: see --host. After SIGTERM it finishes the running requests and exits."
     )
-    add_model_path_flag(parser)
-    add_implementation_flag(parser)
+    add_decoding_model_flags(parser)
     _add_model_flags(parser)
     _add_server_flags(parser)
     _add_startup_flags(parser)
     _add_batch_flags(parser)
     _add_cache_flags(parser)
     _add_draft_flags(parser)
-    _add_acceptance_flags(parser)
     _add_mesh_flags(parser)
     add_expert_flags(parser)
     add_disaggregation_flags(parser)
@@ -37,7 +35,7 @@ def _add_model_flags(parser) -> None:
     group = parser.flag_group("model")
     group.add_argument("--tokenizer-path", help="folder of the tokenizer (default: the model's)")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja chat template (default: the model's)")
-    group.add_argument("--context-length", type=int, help="maximum tokens of prompt plus answer (default: the model's)")
+    group.add_argument("--context-length", type=int, help="maximum tokens in prompt plus answer (default: the model's)")
     add_config_flags(parser, ("kv_cache_dtype",))
 
 
@@ -67,11 +65,11 @@ def _add_server_flags(parser) -> None:
 def add_listen_flags(group) -> None:
     """Adds the flags of a server that listens: address, log level and shutdown."""
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses")
-    group.add_argument("--port", type=int, default=30000, help="port to listen on; 0: a free one")
+    group.add_argument("--port", type=int, default=30000, help="port to listen on; 0: any free port")
     levels = ("debug", "info", "warning", "error")
     group.add_argument("--log-level", default="info", choices=levels, metavar="LEVEL", help="lowest level to log")
     group.add_argument(
-        "--drain-timeout", type=float, default=30.0, help="seconds that running requests get after SIGTERM"
+        "--drain-timeout", type=float, default=30.0, help="seconds for running requests to finish after SIGTERM"
     )
 
 
@@ -126,7 +124,7 @@ def _add_batch_flags(parser) -> None:
 def _add_cache_flags(parser) -> None:
     group = parser.flag_group("memory and prefix cache")
     group.add_argument(
-        "--mem-fraction-static", type=float, default=0.9, help="share of device memory for weights and KV cache"
+        "--mem-fraction-static", type=float, default=0.9, help="fraction of device memory for weights and KV cache"
     )
     group.add_argument(
         "--max-total-tokens",
@@ -138,8 +136,8 @@ def _add_cache_flags(parser) -> None:
     group.add_argument(
         "--max-mamba-cache-size",
         type=int,
-        help="for models with linear attention: maximum number of recurrent states in the prefix cache; 0 disables it "
-        "(default: 4 per running request)",
+        help="for models with linear attention: maximum number of recurrent states in the prefix cache; 0: do not "
+        "share prefixes (default: 4 per running request)",
     )
     group.add_argument(
         "--enable-hierarchical-cache",
@@ -169,9 +167,6 @@ def _add_draft_flags(parser) -> None:
         help="do not draft while at least this many requests decode, as in vLLM; --acceptance auto then means sample "
         "(default: always draft)",
     )
-
-
-def _add_acceptance_flags(parser) -> None:
     group = parser.flag_group("acceptance")
     group.add_argument("--speculative-use-rejection-sampling", action="store_true", help="short for --acceptance token")
     group.add_argument("--speculative-use-block-verification", action="store_true", help="short for --acceptance block")
@@ -180,7 +175,7 @@ def _add_acceptance_flags(parser) -> None:
 
 def _add_mesh_flags(parser) -> None:
     group = parser.flag_group("devices")
-    group.add_argument("--tp-size", type=int, help="devices; equivalent to --mesh tensor=N (default: 1)")
+    group.add_argument("--tp-size", type=int, help="number of devices; equivalent to --mesh tensor=N (default: 1)")
     group.add_argument(
         "--dp-size",
         type=int,

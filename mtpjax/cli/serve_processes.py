@@ -13,7 +13,7 @@ from mtpjax.version import __version__
 # Flags that may differ between processes, and keys, which never leave their process.
 OF_ONE_PROCESS = ("node_rank", "dist_init_addr", "host", "port", "api_key", "log_level", "model_path", "tokenizer_path")
 WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
-END_BYTES = 1 << 16  # of each file of weights
+END_BYTES = 1 << 16  # hashed at the start and at the end of each weight file
 
 
 def check_process_flags(options) -> None:
@@ -25,11 +25,11 @@ def check_process_flags(options) -> None:
         "--enable-hierarchical-cache": options.enable_hierarchical_cache,
     }
     for flag in (flag for flag, is_given in given.items() if is_given):
-        raise UsageError(f"{flag} needs a server in one process: remove --nnodes")
+        raise UsageError(f"{flag} needs a single-process server: remove --nnodes")
 
 
 def check_same_start(options, path: pathlib.Path) -> None:
-    """Checks, in all processes at once, that flags, checkpoint and versions are equal. Raises ValueError."""
+    """Checks that flags, checkpoint and versions are the same in all processes. Raises ValueError if they differ."""
     if options.nnodes == 1:
         return
     import jax
@@ -43,17 +43,17 @@ def check_same_start(options, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def connect_followers(options, params: dict, arguments: dict[str, Any], grammars) -> Iterator:
-    """Connects the processes of a server. All but the first run the calls of process 0 until it stops.
+    """Connects the processes of a server. All processes except 0 run the calls of process 0 until it stops.
 
     Args:
         options: the parsed flags.
         params: model parameters.
-        arguments: those of `EngineSession`.
+        arguments: the arguments of `EngineSession`.
         grammars: compiles the grammars of requests, or None.
 
     Yields:
-        The other processes in process 0; None in a server of one process. In the others None, once process 0 has
-        stopped.
+        In process 0, the connections to the other processes, or None for a single-process server. In the other
+        processes, None once process 0 has stopped.
     """
     if options.nnodes == 1:
         yield None
@@ -68,7 +68,7 @@ def connect_followers(options, params: dict, arguments: dict[str, Any], grammars
     from mtpjax.serving.multihost.connection import Leader, connect_processes
     from mtpjax.serving.multihost.follower import follow
 
-    # Sizes depend on the memory, and programs on the packages of a machine.
+    # Sizes depend on a machine's memory, and programs on its installed packages.
     settings = arguments["settings"]
     check_same({"number of pages": settings.num_pages, "--grammar-backend": grammars is not None})
     with connect_processes(options.dist_init_addr) as link:
@@ -87,7 +87,7 @@ def _is_shared(name: str) -> bool:
 
 
 def _digest(path: pathlib.Path) -> str:
-    """Returns a hash of a checkpoint's description and of the beginning and end of each file of weights."""
+    """Returns a hash of a checkpoint's description and of the start and end of each weight file."""
     from mtpjax.io.checkpoint_format import checkpoint_digest
 
     digest = hashlib.sha256()

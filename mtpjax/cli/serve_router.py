@@ -9,8 +9,9 @@ from mtpjax.messages import count_of
 def add_serve_router(commands) -> None:
     router = command_parser(
         "Route each request to one of several servers of the same model: the one with the fewest running requests. "
-        "Among equally busy servers, prompts with the same beginning go to the same one, for its prefix cache. Servers "
-        "that do not answer get no requests until they do. The servers check API keys, which the router forwards."
+        "Among equally busy servers, prompts with the same beginning go to the same one, to reuse its prefix cache. "
+        "Servers that do not answer get no requests until they do. The servers check API keys, which the router "
+        "forwards."
     )
     group = router.flag_group("servers")
     group.add_argument("--decode-urls", nargs="+", required=True, metavar="URL", help="addresses of the servers")

@@ -33,8 +33,8 @@ def engine_sizes(options, params: dict, *, model, config, uses_host: bool):
     limit = model.config.max_position_embeddings
     if (options.context_length or 0) > limit:
         log.warning(
-            "--context-length %d is more than the %d positions of the model (max_position_embeddings in config.json): "
-            "a text has at most %d tokens",
+            "--context-length %d exceeds the model's maximum length of %d tokens (max_position_embeddings in "
+            "config.json): a text has at most %d tokens",
             *(options.context_length, limit, limit),
         )
     settings = EngineSettings(
@@ -102,7 +102,7 @@ def api_settings(options, path, config, *, has_grammars: bool):
 def disaggregation_settings(options) -> Any:
     """Returns the `DisaggregationSettings`; None for a server that does both.
 
-    With a mode, this imports JAX, so the number of threads must be set before.
+    With a mode, this imports JAX, so the number of threads must be set first.
 
     Raises:
         UsageError: a flag is missing, or contradicts another.
@@ -135,7 +135,7 @@ def disaggregation_settings(options) -> Any:
 
 
 def load_grammars(backend: str | None, tokenizer, vocab_size: int):
-    """Makes the compiler of grammars; None if it is missing and not requested. Raises UsageError if it is."""
+    """Makes the grammar compiler. If it is unavailable, returns None, or raises UsageError if a flag requests it."""
     from mtpjax.serving.grammar import Grammars
 
     try:
@@ -148,14 +148,11 @@ def load_grammars(backend: str | None, tokenizer, vocab_size: int):
 
 def check_used(options) -> None:
     """Raises UsageError if a flag has no effect because of another flag."""
-    unused = []
     uses_host = options.enable_hierarchical_cache or options.disaggregation_mode in ("prefill", "decode")
     if options.hicache_size is not None and not uses_host:
-        unused.append("--hicache-size has no effect without --enable-hierarchical-cache")
+        raise UsageError("--hicache-size has no effect without --enable-hierarchical-cache")
     if options.enable_hierarchical_cache and options.disable_radix_cache:
-        unused.append("--enable-hierarchical-cache has no effect with --disable-radix-cache")
-    if unused:
-        raise UsageError("; ".join(unused))
+        raise UsageError("--enable-hierarchical-cache has no effect with --disable-radix-cache")
 
 
 def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
@@ -164,7 +161,7 @@ def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
 
 
 def _drafter_name(options, config) -> str | None:
-    """Returns SGLang's name of the draft method that runs, or a user's name; None: nothing is drafted."""
+    """Returns SGLang's name for the active draft method, or the name that the user gave; None without drafts."""
     from mtpjax.drafters.methods import method_of
 
     if not config.num_steps:

@@ -1,7 +1,7 @@
-"""Gives a process a parent, which turns aborts of JAX's runtime into an exit code.
+"""Runs a command in a child process, so that the parent can turn aborts of JAX's runtime into an exit code.
 
 When the process that coordinates a multi-process run dies, or another one sends no heartbeats, JAX's runtime aborts the
-process from its own thread. Native threads abort it too when `ulimit -v` leaves no memory for them. Python code of the
+process from its own thread. Native threads abort it too when `ulimit -v` leaves no memory for them. Python code in the
 same process cannot prevent that, and schedulers would treat it as a crash.
 """
 
@@ -23,10 +23,10 @@ def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[in
     Must run before anything starts threads, and so before JAX is used.
 
     Args:
-        name: the command, with which the message starts.
+        name: the command, which starts the message.
         exit_code: the parent's exit code if one of `signals` ends the child.
         message: the reason, and what the user can do, in one line.
-        signals: by which native code ends the child.
+        signals: the signals with which native code may end the child.
     """
     parent = os.getpid()
     child = os.fork()
@@ -40,7 +40,7 @@ def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[in
         print(f"{name}: {message}", file=sys.stderr, flush=True)
         code = exit_code
     if code < 0:  # ended by another signal: end by the same one
-        if -code != signal.SIGKILL:  # it has no handler
+        if -code != signal.SIGKILL:  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(parent, -code)
     os._exit(code)  # the child has run Python's exit handlers
@@ -54,5 +54,5 @@ def _end_with(parent: int) -> None:
     os.setpgid(0, 0)
     if hasattr(libc := ctypes.CDLL(None), "prctl"):  # Linux
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)

@@ -15,7 +15,7 @@ SETTINGS_HELP = (
     "settings that override the file's, such as data=FOLDER, steps=500, objective.mix.kl=1.0, "
     "model.num_mtp_modules=3 or model=FILE.yaml"
 )
-QUICKSTART_UPDATES = 500  # fewer leave a model whose greedy texts loop
+QUICKSTART_UPDATES = 500  # with fewer, the model's greedy texts loop
 
 
 def add_commands(commands) -> None:
@@ -36,7 +36,7 @@ def _add_quickstart(commands) -> None:
         "--seconds",
         type=float,
         default=90.0,
-        help=f"training time, in seconds; makes at least {QUICKSTART_UPDATES} updates even if they take longer",
+        help=f"training time in seconds; at least {QUICKSTART_UPDATES} updates are made, even if they take longer",
     )
     group.add_argument("--seed", type=int, default=0, help="random seed of the weights and of the data order")
     group.add_argument("--quick", action="store_true", help="only a few updates and prompts, as a smoke test")
@@ -94,7 +94,7 @@ def _add_compare(commands) -> None:
     compare.flag_group("output").add_argument(
         "--output",
         metavar="PLOT",
-        help="plot of the loss curves to write: a .png, .svg or .pdf file; without a suffix, one file per format of "
+        help="file for a plot of the loss curves: .png, .svg or .pdf; without a suffix, one file per format in "
         "--plot-formats",
     )
     add_plot_formats_flag(compare)
@@ -107,8 +107,8 @@ def _quickstart(options) -> int:
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
 
-    # --quick stops after a few updates. Otherwise the clock ends the training, but on a slow or busy machine not before
-    # the model's texts no longer loop.
+    # --quick stops after a few updates. Otherwise the time limit ends training, but a slow or busy machine still makes
+    # enough updates that the model's texts do not loop.
     steps, seconds, min_steps = (20, math.inf, 0) if options.quick else (10**9, options.seconds, QUICKSTART_UPDATES)
     config = TrainConfig(
         preset=options.preset,
@@ -172,7 +172,7 @@ def _train(options) -> int:
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
-    # All processes have the figures, and one prints them.
+    # All processes have the results, and one prints them.
     if not distributed.is_main_process():
         return 0
     print_panel(rich.console.Console(), result.panel)

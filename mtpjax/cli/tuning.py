@@ -20,11 +20,11 @@ def add_commands(commands) -> None:
     add_config_flags(tune, SHAPE_FIELDS, num_steps=3)
     group = tune.flag_group("measurement")
     group.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="batch sizes to measure")
-    group.add_argument("--context", type=int, default=2048, help="tokens per row that fit into the KV cache")
+    group.add_argument("--context", type=int, default=2048, help="KV cache capacity, in tokens per row")
     group.add_argument("--prefill-chunk", type=int, default=512, help="tokens per row of a prefill pass")
-    group.add_argument("--repeats", type=int, default=5, help="number of measurements of each implementation")
+    group.add_argument("--repeats", type=int, default=5, help="measurements per implementation")
     group.add_argument("--dry-run", action="store_true", help="list the shapes to measure, and exit")
-    group.add_argument("--again", action="store_true", help="also measure shapes that already have times")
+    group.add_argument("--again", action="store_true", help="also measure shapes that have already been measured")
     commands.add_subcommand("tune", tune, help="measure which kernels are fastest for a model on this GPU")
 
 
@@ -69,7 +69,7 @@ def _tune(options) -> int:
             print("JAX has no GPU here: --implementation auto always uses XLA", file=sys.stderr)
         return 0
     del params  # the measurements need the memory
-    # Each time is in the user's file before the next shape is measured.
+    # Each time is saved to the user's file before the next shape is measured.
     with progress_bar() as bar:
         task = bar.add_task("measuring", total=len(left))
         for (op, shape), times, failure in tune.measure(left, rounds=options.repeats):

@@ -32,15 +32,15 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
     Args:
         engine: generates the tokens.
         tokenizer: the model's.
-        settings: of the API.
+        settings: settings of the API.
         metrics: served at `/metrics`; None: that path does not exist.
     """
     server = ApiServer(engine, tokenizer, settings)
-    # A separate process may not have the class of other tokenizers.
+    # A separate process may be unable to import the class of any other tokenizer.
     num_readers = settings.num_readers if type(tokenizer) in (ByteTokenizer, HuggingFaceTokenizer) else 0
     server.readers = Readers(BodyReader(tokenizer, server.limits, settings.strict_fields), num_readers)
 
-    # Pages of documentation would load scripts from elsewhere; the schema alone does not.
+    # Documentation pages would load scripts from other sites; the schema alone does not.
     app = FastAPI(
         title="mtpjax",
         version=__version__,

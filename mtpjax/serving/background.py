@@ -12,7 +12,7 @@ from mtpjax.serving.program_set import ProgramKey
 
 THREAD_NAME = "mtpjax-compile"
 LINE_SECONDS = 10.0  # between two lines of the log
-SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter; Python's default is 5 ms
+SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter lock; Python's default is 5 ms
 
 _log = logging.getLogger(__name__)
 
@@ -21,9 +21,9 @@ class BackgroundCompiler:
     """A thread that compiles programs, those that requests wait for first.
 
     Args:
-        keys: programs to compile, in this order; those that `want` names come before them.
+        keys: programs to compile, in this order; programs passed to `want` come before them.
         compile_program: compiles one.
-        on_end: called after each, with None or its error.
+        on_end: called after each program, with None or its error.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BackgroundCompiler:
         self._compile, self._on_end = compile_program, on_end
         self._queue: collections.deque[ProgramKey] = collections.deque(keys)
         self._wanted: collections.deque[ProgramKey] = collections.deque()
-        self._known: set[ProgramKey] = set()  # begun or wanted
+        self._known: set[ProgramKey] = set()  # started or wanted
         self._changed, self._is_stopped = threading.Condition(), False
         self._num_left = self._num_planned = len(self._queue)
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -61,7 +61,7 @@ class BackgroundCompiler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Starts no further program. One that is compiling cannot be interrupted: its thread continues."""
+        """Stops before the next program. A compilation in progress cannot be interrupted and continues."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
@@ -84,7 +84,7 @@ class BackgroundCompiler:
             try:
                 with _short_turns():
                     self._compile(key)
-            # The others may compile. Requests that need this one get the error.
+            # Other programs may still compile. Requests that need this one get the error.
             except Exception as caught:
                 error = caught
                 _log.error("a program failed to compile: %s", key, exc_info=caught)
@@ -102,7 +102,7 @@ class BackgroundCompiler:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Lets other threads have the interpreter sooner than usual: tracing holds it for seconds."""
+    """Lets other threads take the interpreter lock sooner than usual, because tracing holds it for seconds."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -112,5 +112,5 @@ def _short_turns() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Returns whether a thread of this process is still compiling. Ending the interpreter normally could then crash."""
+    """Returns whether a thread of this process is still compiling; a normal exit could then crash."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())

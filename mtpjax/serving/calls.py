@@ -1,4 +1,4 @@
-"""The engine's dispatched calls. Their `rows` are the requests of each row of the result; None for padding."""
+"""The engine's dispatched calls. `rows` holds the request for each row of the result, or None for padding."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class InFlightCall:
 
 @dataclasses.dataclass
 class ScoreCall:
-    """A call that scores a chunk of texts: `rows` also have the start and the end of the chunk."""
+    """A call that scores a chunk of texts: `rows` also holds the start and the end of the chunk."""
 
     rows: list[tuple[Sequence, int, int] | None]
     scores: ScoredChunk

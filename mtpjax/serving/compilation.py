@@ -1,4 +1,4 @@
-"""Compiles an engine's programs before and while requests run. Requests wait for the programs that they need."""
+"""Compiles an engine's programs before and while requests run. Requests wait until their programs are compiled."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,11 +17,12 @@ class Compilation:
     """The compilation of an engine's programs.
 
     Args:
-        enter: takes a request in the engine's thread once its programs are ready, with "" or with the error of one.
+        enter: called in the engine's thread with a request once its programs are ready, and with "" or an error
+            message.
 
     Attributes:
-        held: requests that wait for a program, by number.
-        num_held: requests that have waited, since the start.
+        held: requests that wait for a program, by id.
+        num_held: number of requests that have waited for a program since the start.
     """
 
     def __init__(self, programs: Programs, inbox: Inbox, enter: Callable[[Sequence, str], None]):
@@ -66,7 +67,7 @@ class Compilation:
     # In the engine's thread.
 
     def add(self, sequence: Sequence) -> None:
-        """Lets a request enter, once the programs that it needs on its own are compiled."""
+        """Passes a request on once the programs that it needs to run alone are compiled."""
         if self._enter_if_ready(sequence):
             return
         self.held[sequence.id] = sequence
@@ -110,7 +111,7 @@ class Compilation:
     # In the compiler's thread.
 
     def _compile(self, key: ProgramKey) -> None:
-        """Compiles a program; its first call takes its turn with the ticks."""
+        """Compiles a program. Its first call runs between ticks."""
         self._programs.compile(key, self._inbox.ask)
 
     def _end_compiling(self, key: ProgramKey, error: Exception | None) -> None:

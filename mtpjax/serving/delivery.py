@@ -15,7 +15,7 @@ from mtpjax.serving.depth import AdaptiveDepth
 from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.matcher import GrammarError
 from mtpjax.serving.rebalancing import ExpertRebalancer
-from mtpjax.serving.request import Delta, Finish, FinishReason, RequestTimes, Sequence
+from mtpjax.serving.request import Deliver, Delta, Finish, FinishReason, RequestTimes, Sequence
 from mtpjax.serving.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -27,16 +27,16 @@ class Delivery:
     """The requests of an engine that have not ended. Its methods are called in the engine's thread.
 
     Args:
-        observe: called with the end of each request and its times.
+        observe: called with the `Finish` and the times of each request.
         held: requests that wait for a program.
 
     Attributes:
-        sequences: the requests, by number.
+        sequences: the requests, by id.
         totals: the counts of `TOTALS`.
         drafts: verification passes, and proposed and accepted drafts per level.
-        depth: learns from these counts; None: the depth is fixed.
-        rebalancer: gets the new tokens; None: experts do not move.
-        progress_at: time (`time.monotonic`) at which the device answered last, or work came after a pause.
+        depth: adapts to these counts; None: the depth is fixed.
+        rebalancer: receives the new tokens; None: experts do not move.
+        progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Delivery:
                 self.totals["cached_tokens"] += sequence.num_cached or 0
 
     def allowed(self, call: DraftCall) -> np.ndarray:
-        """Computes the tokens `[R, W, ceil(V/32)]` that may follow each node; ends rows whose grammar fails."""
+        """Computes masks `[R, W, ceil(V/32)]` of tokens that may follow each node; ends rows whose grammar fails."""
         tokens, parents = call.read()
         allowed = all_allowed(self._session.sizes, tokens.shape)
         for row, sequence in enumerate(call.rows):
@@ -120,14 +120,14 @@ class Delivery:
             self.depth.record(num_rounds, proposed, accepted)
 
     def _take_row(self, sequence: Sequence, row: RowReport, is_prefill: bool) -> int:
-        """Delivers the new tokens of a row; returns the number of its rounds."""
+        """Delivers the new tokens of a row; returns how many rounds it ran."""
         # 1. Counts.
         before = sequence.counts or self._no_counts
         new_counts = [count - old for count, old in zip(row.counts, before, strict=True)]
         self.drafts = _add(self.drafts, new_counts)
         sequence.totals = _add(sequence.totals or self._no_counts, new_counts)
         sequence.counts = row.counts
-        # 2. New tokens. The first one of a row that decoded before was delivered then.
+        # 2. New tokens. The first token of a resumed row has already been delivered.
         new = slice(int(is_prefill and sequence.is_resumed), None)
         tokens = row.tokens[new]
         if tokens:
@@ -137,7 +137,7 @@ class Delivery:
             self.totals["new_tokens"] += len(tokens)
             sequence.times.deliveries.append((time.monotonic(), len(tokens)))
             logprobs = row.logprobs[new].tolist() if sequence.request.logprobs else None
-            self._deliver(sequence, Delta(tokens, row.origins[new], logprobs))
+            _deliver(sequence.id, sequence.deliver, Delta(tokens, row.origins[new], logprobs))
         # 3. Pages whose entries are final serve later requests.
         if sequence.lease is not None and self._scheduler.settings.shares_prefixes:
             pool = self._scheduler.pools[sequence.shard]
@@ -179,7 +179,7 @@ class Delivery:
             message=message,
             is_retryable=is_retryable,
         )
-        self._deliver(sequence, finish)
+        _deliver(sequence.id, sequence.deliver, finish)
         try:
             if is_counted:
                 self._observe(finish, sequence.times)
@@ -199,7 +199,7 @@ class Delivery:
                     self.end(sequence, "timeout")
 
     def fail_all(self, message: str) -> None:
-        """Delivers an error to all requests, in any thread: the process is about to end."""
+        """Delivers an error to all requests, from any thread: the process is about to end."""
         for sequence in list(self.sequences.values()):
             deliver, sequence.deliver = sequence.deliver, lambda event: None  # nothing may follow the end
             finish = Finish(
@@ -209,16 +209,14 @@ class Delivery:
                 message=f"request {sequence.id} failed: {message}",
                 is_retryable=True,
             )
-            try:
-                deliver(finish)
-            except Exception:
-                _log.exception("request %d: its receiver failed", sequence.id)
+            _deliver(sequence.id, deliver, finish)
 
-    def _deliver(self, sequence: Sequence, event: Delta | Finish) -> None:
-        try:
-            sequence.deliver(event)
-        except Exception:
-            _log.exception("request %d: its receiver failed", sequence.id)
+
+def _deliver(number: int, deliver: Deliver, event: Delta | Finish) -> None:
+    try:
+        deliver(event)
+    except Exception:
+        _log.exception("request %d: its receiver failed", number)
 
 
 def draft_counts(counts: list[int]) -> dict[str, Any]:

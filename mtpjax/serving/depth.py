@@ -1,9 +1,9 @@
 """Adaptive depth of the engine: chooses the draft levels of the next call from measured costs and acceptance.
 
-The cost model is that of `mtpjax.decoding.depth_policy`: expected tokens of a round over its duration. There the loop
-decides on the device, before every round of one batch. Here the host decides before every call: durations are measured
-for each batch size (`depth_costs`), and acceptance is counted over all requests. The choice depends only on earlier
-rounds, so exact rules stay exact.
+The cost model is the one in `mtpjax.decoding.depth_policy`: a round's expected tokens over its duration. There, the
+loop decides on the device, before every round of one batch. Here, the host decides before every call: durations are
+measured for each batch size (`depth_costs`), and acceptance is counted over all requests. The choice depends only on
+earlier rounds, so exact rules stay exact.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ Costs = tuple[tuple[float, ...], ...]  # per batch size, the duration of a round
 def estimate_rates(verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     """Estimates the acceptance rate `[K]` of each level, given that all levels before it were accepted.
 
-    From counts `[K]` of drafts whose predecessors were all accepted, and of the accepted ones among them. Each rate is
-    shrunk towards the rate of the level before; the first one towards `PRIOR_RATE`.
+    `verified` `[K]` counts the drafts whose predecessors were all accepted, and `accepted` `[K]` the accepted ones
+    among them. Each rate is shrunk towards the rate of the level before; the first one towards `PRIOR_RATE`.
     """
     rates, expected = [], PRIOR_RATE
     for num_verified, num_accepted in zip(verified, accepted, strict=True):
@@ -32,13 +32,13 @@ def estimate_rates(verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
 
 
 def best_depth(costs: tuple[float, ...], rates: np.ndarray) -> int:
-    """Returns the depth with the most expected tokens per unit of time, by the durations of a round at depths 0..K."""
+    """Returns the depth with the most expected tokens per unit of time, given round durations at depths 0..K."""
     tokens = 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(rates))])
     return int(np.argmax(tokens / np.array(costs)))
 
 
 def probe_depth(costs: tuple[float, ...], best: int) -> int:
-    """Returns the depth after `best`; `best` itself if no deeper one would win even if all drafts were accepted."""
+    """Returns `best` + 1, or `best` if no deeper depth would win even if all drafts were accepted."""
     perfect = np.arange(1, len(costs) + 1) / np.array(costs)
     can_win = perfect[best + 1 :].max(initial=0.0) >= MIN_SPEEDUP * perfect[best]
     return best + int(can_win)
@@ -46,11 +46,11 @@ def probe_depth(costs: tuple[float, ...], best: int) -> int:
 
 @dataclasses.dataclass
 class AdaptiveDepth:
-    """Acceptance counts of all requests, and the choice of the depth.
+    """Acceptance counts over all requests, from which the depth is chosen.
 
     Attributes:
         costs: for each of `batch_sizes`, the duration of a round at depths 0..K.
-        batch_sizes: numbers of rows that calls are compiled for, ascending.
+        batch_sizes: numbers of rows for which calls are compiled, ascending.
         verified: `[K]` decayed count of drafts per level whose predecessors were all accepted.
         accepted: `[K]` decayed count of the accepted ones among them.
         since_probe: calls since the last probe.
@@ -66,10 +66,10 @@ class AdaptiveDepth:
         self.verified, self.accepted = np.zeros((2, len(self.costs[0]) - 1))
         for size, durations in zip(self.batch_sizes, self.costs, strict=True):
             shown = ", ".join(f"{depth}: {1000 * seconds:.2f}" for depth, seconds in enumerate(durations))
-            _log.info("ms of a round with %d rows, by draft levels: %s", size, shown)
+            _log.info("ms per round with %d rows, by draft levels: %s", size, shown)
 
     def record(self, num_rounds: int, proposed: np.ndarray, accepted: np.ndarray) -> None:
-        """Counts the rounds of one call: proposed and accepted drafts `[K]` per level, of all rows."""
+        """Counts the rounds of one call: proposed and accepted drafts `[K]` per level, over all rows."""
         # Rounds without drafts reveal nothing about acceptance, so they do not change the counts.
         if not proposed.any():
             return
@@ -79,7 +79,7 @@ class AdaptiveDepth:
         self.verified, self.accepted = decay * self.verified + verified, decay * self.accepted + accepted
 
     def choose(self, num_rows: int) -> int:
-        """Chooses the depth of the next call for `num_rows` rows of one shard: the best by the counts.
+        """Chooses the depth of the next call for `num_rows` rows in one shard: the best one according to the counts.
 
         At regular intervals it is one level deeper, because rounds reveal nothing about acceptance beyond their depth.
         """

@@ -2,8 +2,8 @@
 
 A tick (`Engine._tick`) takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan
 (`Executor`), and then reads the reports of the previous tick (`Delivery`), while the device runs this one. Deltas reach
-each request's `deliver` function. Rows with a grammar draft in that first batch of calls. Their verification is
-dispatched last, with masks that the host computes from the drafts and the text so far.
+each request's `deliver` function. Rows with a grammar draft in these calls; their verification is dispatched last, with
+masks that the host computes from the drafts and the text so far.
 """
 
 import itertools
@@ -50,7 +50,7 @@ from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.status import EngineStatus
 
 RETRY_SECONDS = 1.0  # between two attempts to rebuild the state
-HELD_SECONDS = 0.5  # after which time limits of requests that wait for a program are checked again
+HELD_SECONDS = 0.5  # interval at which the time limits of requests that wait for a program are checked
 
 _log = logging.getLogger(__name__)
 
@@ -61,21 +61,21 @@ class Engine:
     Args:
         params: model parameters, with unrolled layers.
         model: the model.
-        config: settings of every request; limits and stop tokens are the requests' own.
+        config: settings that all requests share; limits and stop tokens come from each request.
         settings: sizes and limits.
-        observe: called from the engine's thread with the end of each request and its times, for metrics.
-        followers: the other processes of the mesh, which run the same calls; None: there are none.
-        draft_params: parameters of a drafter that has its own (`mtpjax.load_drafter`); None: it has none, or the
+        observe: called from the engine's thread with the `Finish` and the times of each request, for metrics.
+        followers: the other processes of the mesh, which run the same calls; None: there is only this process.
+        draft_params: the drafter's own parameters (`mtpjax.load_drafter`); None: it has no parameters, or uses the
             model's MTP modules.
-        grammars: compiles the grammars of requests; None: requests have none.
+        grammars: compiles the grammars of requests; None: requests cannot have grammars.
 
     Raises:
-        ValueError: for settings that contradict each other or the model.
+        ValueError: settings contradict each other or the model.
 
     Attributes:
-        max_length: maximum tokens of a text, prompt included.
-        vocab_size: ids are 0 .. vocab_size - 1.
-        max_requests: maximum number of requests that run and wait at the same time.
+        max_length: maximum number of tokens in a text, including the prompt.
+        vocab_size: token ids are 0 .. vocab_size - 1.
+        max_requests: maximum number of running and waiting requests.
         pages: exchanges pages of the prefix cache with other engines.
     """
 
@@ -117,7 +117,7 @@ class Engine:
 
     @property
     def progress_at(self) -> float:
-        """Time (`time.monotonic`) at which the device answered last, or work came after a pause."""
+        """Time (`time.monotonic`) at which the device last answered, or work came after a pause."""
         return self._delivery.progress_at
 
     def warm_up(
@@ -125,14 +125,14 @@ class Engine:
     ) -> None:
         """Compiles programs; call it before `start`.
 
-        With "first" and "none" a thread compiles the others while requests run. A request that needs a missing program
-        waits for it. Several processes, moving experts and measured depths need all programs: "first" then means "all",
-        and "none" compiles a program in the call that first uses it.
+        With "first" and "none", a thread compiles the remaining programs while requests run. A request that needs a
+        missing program waits for it. Several processes, moving experts and measured depths need all programs: "first"
+        then means "all", and "none" compiles a program in the call that first uses it.
 
         Args:
-            progress: called with the number of programs done and of all programs.
-            programs: which ones: all that requests may need; "first": those that serve any request without a grammar,
-                and the others after `start`; "none": each when a request needs it.
+            progress: called with the number of compiled programs and the total.
+            programs: "all": all that requests may need; "first": those that serve any request without a grammar, and
+                the others after `start`; "none": each when a request needs it.
         """
         self._compilation.warm_up(progress, programs)
         self._measure_depths()
@@ -160,7 +160,7 @@ class Engine:
             The request's number, for `abort`.
 
         Raises:
-            ValueError: for a prompt or an option out of range, in one line.
+            ValueError: the prompt or an option is out of range; the message is one line.
             QueueFull: too many requests wait, or the engine shuts down.
         """
         return self._submit(request, deliver)
@@ -181,7 +181,7 @@ class Engine:
         return sequence.id
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ends a request; has no effect on one that has ended.
+        """Ends a request; has no effect if it has already ended.
 
         Args:
             request_id: from `submit`.
@@ -196,13 +196,13 @@ class Engine:
         self._inbox.post(end)
 
     def score(self, tokens: TokenSequence[int], num_top: int) -> Scores:
-        """Computes the log-probabilities of a text under the trunk. Blocks while it is processed, as a prompt is.
+        """Computes the log-probabilities of a text under the trunk. Blocks while the text is processed like a prompt.
 
         Args:
             num_top: alternatives per token, at most 20.
 
         Raises:
-            ValueError: for a text or a number out of range.
+            ValueError: the text or `num_top` is out of range.
             QueueFull: the engine shuts down, or the text ran out of time.
             RuntimeError: a call of the engine failed.
         """
@@ -220,7 +220,7 @@ class Engine:
         return text.result()
 
     def flush_cache(self) -> int:
-        """Drops the pages that no request uses; returns their number."""
+        """Drops the cached pages that no request uses; returns how many."""
         return self._inbox.ask(lambda: sum(pool.forget() for pool in self._scheduler.pools))
 
     def status(self) -> EngineStatus:
@@ -260,26 +260,26 @@ class Engine:
         """Time (`time.monotonic`) at which the running tick began; None while the engine waits or compiles."""
         if self._executor.session.is_compiling:
             return None
-        # The time starts anew after the tick has compiled.
+        # The time restarts after the tick has compiled.
         began, compiled = self._tick_began, self._executor.session.compiled_at
         return began if began is None else max(began, compiled)
 
     @property
     def failure(self) -> str:
-        """Why the engine does not respond; "" if it does."""
+        """The reason why the engine does not respond; "" if it responds."""
         begin, limit = self.busy_since, self.settings.max_tick_seconds
         if begin is not None and limit is not None and (seconds := time.monotonic() - begin) > limit:
             return f"a call of the engine has not returned for {seconds:.0f} s"
         return ""
 
     def close(self, timeout: float | None = None) -> bool:
-        """Accepts no new requests, waits for the others, and stops the thread.
+        """Accepts no new requests, waits for the running ones, and stops the thread.
 
         Args:
-            timeout: seconds after which requests that still run are aborted; None: no limit.
+            timeout: seconds after which requests that are still running are aborted; None: no limit.
 
         Returns:
-            True if all requests ended by themselves.
+            True if all requests ended without being aborted.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         self._inbox.close()
@@ -333,14 +333,14 @@ class Engine:
             self._executor.admit(rows)
         if plan.admitted:
             # Before `saved` may overwrite these rows.
-            self._executor.restore_snapshots(plan.restored)
+            self._executor.copy_snapshots(plan.restored, to_state=True)
             self._delivery.count_admitted(plan.admitted)
         prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
         if prompts:
             chunks = {sequence.id: chunk for chunk in prompts for sequence in chunk[:1]}
             for rows in split("prefill", [sequence for sequence, *_ in prompts]):
                 calls.append(self._executor.prefill([chunks[sequence.id] for sequence in rows]))
-            self._executor.save_snapshots(plan.saved)
+            self._executor.copy_snapshots(plan.saved, to_state=False)
         calls += [self._executor.score(chunk) for chunk in plan.prefills if chunk[0].scored is not None]
         drafts = []
         for depth, sequences in plan.constrained.items():
@@ -364,7 +364,7 @@ class Engine:
             copies.arrive(host)
 
     def _choose_depth(self, num_rows: int) -> int:
-        """Returns the draft levels of the next call for this number of decoding rows."""
+        """Returns the number of draft levels of the next call, for this number of decoding rows."""
         limit, adaptive = self.settings.disable_drafts_at, self._delivery.depth
         depth = self._num_levels
         if limit is not None and num_rows >= limit:
@@ -381,7 +381,7 @@ class Engine:
             self._scheduler.add(sequence)
 
     def _recover(self, error: Exception) -> None:
-        """Ends the admitted requests, whose state may be lost, and continues with the others."""
+        """Ends the admitted requests, whose state may be lost, and continues with the waiting requests."""
         _log.error("a call of the engine failed; its requests end", exc_info=error)
         # 1. End the requests. Their slots and pages are lost.
         self._in_flight = []

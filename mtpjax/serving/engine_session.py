@@ -1,4 +1,4 @@
-"""The device's side of an engine: the running state, and the dispatch of the calls that work on it."""
+"""The device side of an engine: the running state, and the dispatch of the calls that work on it."""
 
 import contextlib
 import time
@@ -19,6 +19,7 @@ from mtpjax.decoding.session import Session, in_every_process
 from mtpjax.decoding.state import StateShape
 from mtpjax.drafters.trained import require_whole_trunk
 from mtpjax.inference.requests import check_settings, explain_param_errors, make_drafter, params_to_device
+from mtpjax.messages import require
 from mtpjax.models import expert_moves
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
 from mtpjax.models.config import ModelConfig
@@ -32,26 +33,25 @@ from mtpjax.serving.program_set import PendingCall, ProgramKey
 from mtpjax.serving.sizes import EngineSettings, resolve_sizes
 from mtpjax.serving.snapshots import NO_ROW, States, copy_rows, make_snapshots
 
-STOPS_SHAPE = 32, 8  # largest number and length of a request's stop sequences, in tokens
-# Sampling options over so few logits cost nothing that could be measured on a CPU, so that greedy rows need no programs
-# of their own.
+STOPS_SHAPE = 32, 8  # maximum number of a request's stop sequences, and their maximum length in tokens
+# With this few logits, sampling options have no measurable cost on a CPU, so greedy rows need no separate programs.
 SMALL_VOCABULARY = 1024
 
 
 class EngineSession(Session):
-    """The session of an engine, with snapshots of recurrent layers and moving experts. All calls come from one thread.
+    """An engine's session, with snapshots of recurrent layers and movable experts. All calls come from one thread.
 
     Args:
-        params: model parameters, with unrolled layers; their mesh is that of the engine.
+        params: model parameters, with unrolled layers; the engine uses their mesh.
         model: the model.
-        config: settings of every request. Limits and stop tokens are the requests' own.
+        config: settings that all requests share; limits and stop tokens come from each request.
         settings: sizes.
-        draft_params: parameters of a drafter that has its own; None: it has none, or the model's MTP modules.
+        draft_params: the drafter's own parameters; None: it has no parameters, or uses the model's MTP modules.
         announce: sends the name, arguments and key of each call to the other processes of the mesh, before the call is
-            dispatched here; None: there are none.
+            dispatched here; None: there is only this process.
 
     Raises:
-        ValueError: for settings that contradict each other or the model.
+        ValueError: settings contradict each other or the model.
     """
 
     @library_settings()
@@ -68,11 +68,11 @@ class EngineSession(Session):
         if config.depth_policy != "fixed":
             raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
         self.settings, self.announce = settings, announce
-        # A mesh is checked here, not in a request's first call.
+        # Check the mesh now, not in the first call of a request.
         params, model, mesh = fit_params(params_to_device(params), with_implementation(model, config), config)
         if settings.host_bytes and mesh is not None and mesh.size > 1:
             raise ValueError("pages in host memory need one device, not a mesh: set host_bytes to 0")
-        # Without drafts, no parameters of a drafter are read.
+        # Without drafts, the drafter's parameters are not read.
         self.own_draft_params = draft_params if config.num_steps else None
         if self.own_draft_params is not None and mesh is not None:
             require_whole_trunk(mesh.shape)
@@ -91,8 +91,8 @@ class EngineSession(Session):
         self.planned: set[ProgramKey] = set()  # programs whose compilation is never counted
         self._used: set[ProgramKey] = set()  # programs that are compiled
         self._first_uses: set[ProgramKey] = set()  # currently running
-        self.compiled_at = 0.0  # end of the last first use, of `time.monotonic`
-        # Trees of greedy rows are dynamic, which saves passes, so they need programs of their own.
+        self.compiled_at = 0.0  # end of the last first use, by `time.monotonic`
+        # Greedy rows use dynamic trees, which save passes, so they need separate programs.
         has_few_logits = model.config.vocab_size <= SMALL_VOCABULARY and config.topk == 1
         self.has_plain = platform_of(mesh) != "cpu" or not has_few_logits
         shape = StateShape(settings.num_slots, self.sizes.capacity, STOPS_SHAPE, SamplingFeatures.all_enabled())
@@ -100,7 +100,7 @@ class EngineSession(Session):
         self.snapshots = self._new_snapshots()
 
     def reset(self) -> None:
-        """Makes a state whose slots are all free, and empty snapshots."""
+        """Makes a state with all slots free, and empty snapshots."""
         self.tell_others("reset")
         for leaf in jax.tree.leaves(self.snapshots):
             if not leaf.is_deleted():
@@ -115,9 +115,9 @@ class EngineSession(Session):
         return make_snapshots(self.state.trunk, num_rows, config=self.decoder.model.config, mesh=self.mesh)
 
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, to_state: bool) -> None:
-        """Copies one row of each shard between `slots` and `rows` of the snapshots, both `[P]` int32.
+        """Copies one row per shard between `slots` and snapshot `rows`, both `[P]` int32.
 
-        `to_state`: from the snapshots to the slots. `NO_ROW` copies nothing.
+        With `to_state`, copies from the snapshots to the slots, else in the other direction. `NO_ROW` copies nothing.
         """
         self.tell_others("copy_snapshots", slots, rows, to_state)
         own, config = recurrent_entries(self.state.trunk), self.decoder.model.config
@@ -131,7 +131,7 @@ class EngineSession(Session):
     def move_pages(
         self, outgoing: list[tuple[bytes, int]], incoming: Sequence[tuple[int, Entries]] = ()
     ) -> list[Outgoing]:
-        """Starts copying pages to the host, then copies others from there; returns the former copies."""
+        """Starts copying `outgoing` pages to the host, then copies `incoming` ones from there; returns the former."""
         with self._on_device(*host_pages.PROGRAMS):
             copies = copy_out(self.state, outgoing)
             self.state = copy_in(self.state, incoming)
@@ -146,11 +146,11 @@ class EngineSession(Session):
 
     @property
     def count_shape(self) -> tuple[int, int, int]:
-        """Texts `[P, b, T]` of a call that counts: as many tokens as the largest prefill call has."""
+        """Shape `[P, b, T]` of the texts in one `count_experts` call: as many tokens as in the largest prefill call."""
         return self.sizes.num_shards, self.sizes.prefill_sizes[-1], self.decoder.spec.prefill_chunk
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        """Counts the experts that texts choose: `[L, E]` int32 of each layer with experts, on the device.
+        """Counts the experts that texts choose: `[L, E]` int32 for the L layers with experts, on the device.
 
         `tokens` are right-padded texts of the shape `count_shape`, `lengths` `[P, b]` their lengths; 0: no text.
         """
@@ -167,11 +167,9 @@ class EngineSession(Session):
         moving = {name: experts[name] for name in (*STACKS, "placement") if name in experts}
         with self._on_device(move_experts):
             moved = move_experts(moving, placement_tables(expert_of_slot, config.n_routed_experts), config=config)
-        self.params = {
-            **self.params,
-            "trunk": {**trunk, layer: {**trunk[layer], "experts": {**experts, **moved}}},
-        }
-        # The engine's creator may still reference the old arrays: without this, memory would hold both. Calls
+        trunk = {**trunk, layer: {**trunk[layer], "experts": {**experts, **moved}}}
+        self.params = {**self.params, "trunk": trunk}
+        # The engine's creator may still reference the old arrays: without this, memory would hold both copies. Calls
         # dispatched earlier are not affected.
         for leaf in jax.tree.leaves(moving):
             leaf.delete()
@@ -203,7 +201,7 @@ class EngineSession(Session):
         """Compiles the program of a call in the caller's thread."""
         with self._on_device():
             self.compile(call.program, *call.arrays, **self.static_arguments(call.key))
-        # From now on, a call that does not return hangs and is not compiling.
+        # From now on, a call that does not return is hung, not compiling.
         self._used.add(call.key)
 
     def warm_up_copies(self, num_calls: int) -> None:
@@ -245,7 +243,7 @@ class EngineSession(Session):
 
     @contextlib.contextmanager
     def _on_device(self, *calls: Any) -> Iterator[None]:
-        """Sets what calls on the device need, and counts the programs that `calls` compile."""
+        """Sets up the context for calls on the device, and counts the programs that `calls` compile."""
         with self.on_device(), explain_param_errors(self.params, self.decoder.model):
             before, begin = _num_programs(calls), time.perf_counter()
             yield
@@ -256,7 +254,7 @@ class EngineSession(Session):
 
 @one_graph(static_argnames=("model", "capacity"))
 def count_experts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int) -> jax.Array:
-    """Returns how many tokens chose each expert, `[L, E]`; see `count_on_shards`."""
+    """Returns how many tokens chose each expert, `[L, E]` int32; see `count_on_shards`."""
     return in_every_process(count_on_shards(params, tokens, lengths, model=model, capacity=capacity))
 
 
@@ -267,10 +265,8 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
 
 
 def _check_rebalancing(params: dict, model: MTPModel, num_devices: int) -> None:
-    if not model.config.is_moe:
-        raise ValueError("the model has no routed experts that could be rebalanced")
-    if num_devices == 1:
-        raise ValueError("experts are rebalanced between devices: use a mesh that splits them over data or expert")
+    require(model.config.is_moe, "the model has no routed experts to rebalance")
+    require(num_devices > 1, "experts are rebalanced between devices: use a mesh that splits them over data or expert")
     if not all("placement" in params["trunk"][layer]["experts"] for layer in expert_layers(model.config)):
         raise ValueError("experts can be rebalanced only after `place_all_layers`, which gives them slots")
 

@@ -1,6 +1,6 @@
-"""Runs the calls of a tick: turns requests and page tables into arrays, and dispatches calls on the session.
+"""Runs the calls of a tick: turns requests and page tables into arrays, and dispatches the calls through the session.
 
-`measure_costs` times rounds with it, from which the engine chooses its depth.
+`measure_costs` uses it to time rounds; the engine chooses its depth from these times.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from mtpjax.serving.scoring import score_chunk
 from mtpjax.serving.snapshots import NO_ROW
 
 NUM_MEASURED = 5  # timed rounds per batch size and depth
-PROMPT_LENGTH = 16  # of the rows whose rounds are timed
+PROMPT_LENGTH = 16  # tokens in the rows whose rounds are timed
 
 Grid = list[list[Sequence | None]]  # the rows of each shard; None for padding
 
@@ -75,17 +75,17 @@ class Executor:
         return ScoreCall([None if row is None else chunk for row in itertools.chain(*grid)], scores)
 
     def advance(self, sequences: list[Sequence], depth: int, rounds: int) -> InFlightCall:
-        """Runs rounds of `depth` draft levels on rows."""
+        """Runs rounds with `depth` draft levels on rows."""
         key, grid, batch = self._prepare("advance", sequences, depth)
         return self._call(grid, PendingCall(session.advance, (batch, np.int32(rounds)), key))
 
     def draft(self, sequences: list[Sequence], depth: int) -> DraftCall:
-        """Starts a round of `depth` draft levels on rows with a grammar."""
+        """Starts a round with `depth` draft levels on rows with a grammar."""
         key, grid, batch = self._prepare("masked round", sequences, depth)
         return DraftCall(list(itertools.chain(*grid)), batch, key, self.session.run(draft_call(batch, key)))
 
     def verify(self, call: DraftCall, allowed: np.ndarray) -> InFlightCall:
-        """Ends a round, with the tokens `[R, W, ceil(V/32)]` that may follow each node."""
+        """Ends a round, given masks `[R, W, ceil(V/32)]` of the tokens that may follow each node."""
         return self._call([call.rows], verify_call(call.batch, call.draft, allowed, call.key))
 
     def clear_pages(self, shard: int, pages: list[int]) -> None:
@@ -94,7 +94,7 @@ class Executor:
             self.session.run(self.programs.clearing(shard, pages[begin : begin + NUM_CLEARED]))
 
     def move_pages(self, pools: list[PagePool]) -> list[tuple[HostPages, Outgoing]]:
-        """Starts copying pages that leave a pool, then copies those that return; returns the former copies."""
+        """Starts copying pages that leave a pool, then copies back those that return. Returns the copies that leave."""
         leaving = []
         for pool in pools:
             if pool.host is not None and (pool.outgoing or pool.incoming):
@@ -102,26 +102,16 @@ class Executor:
                 pool.outgoing, pool.incoming = [], []
         return leaving
 
-    def save_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
-        """Copies the recurrent states of requests to rows of the snapshots."""
-        for slots, kept in self._of_shards(rows):
-            self.session.copy_snapshots(slots, kept, to_state=False)
-
-    def restore_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
-        """Copies rows of the snapshots to the slots of requests."""
-        for slots, kept in self._of_shards(rows):
-            self.session.copy_snapshots(slots, kept, to_state=True)
-
-    def _of_shards(self, rows: list[tuple[Sequence, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields slots and rows of the snapshots, both `[P]` int32: one of each shard."""
+    def copy_snapshots(self, rows: list[tuple[Sequence, int]], *, to_state: bool) -> None:
+        """Copies the recurrent states of requests to snapshot rows, or with `to_state` back to the requests' slots."""
         shards = [[row for row in rows if row[0].shard == shard] for shard in range(self._sizes.num_shards)]
         for some in itertools.zip_longest(*shards):
             pairs = [(NO_ROW, NO_ROW) if row is None else (row[0].slot, row[1]) for row in some]
             slots, kept = np.array(pairs, np.int32).T
-            yield slots, kept
+            self.session.copy_snapshots(slots, kept, to_state=to_state)
 
     def _prepare(self, kind: str, sequences: list[Sequence], depth: int = 0) -> tuple[ProgramKey, Grid, Batch]:
-        """Chooses the program of a call, and arranges its rows."""
+        """Chooses the program for a call, and arranges its rows."""
         sizes, key = self._sizes, self.programs.choose(kind, sequences, depth)
         # 1. The requests of each shard, padded to the program's size.
         grid: Grid = [[] for _ in range(sizes.num_shards)]
@@ -156,7 +146,7 @@ def _cells(grid: Grid) -> Iterator[tuple[int, int, Sequence]]:
 
 
 def _admitted_rows(grid: Grid, padding: Sequence) -> Any:
-    """Returns the arrays of requests `[P, r, ...]`. Padding repeats a request; its slot does not exist."""
+    """Returns the arrays of requests `[P, r, ...]`. Padding repeats a request, with a slot that does not exist."""
     rows = [[_text_rows(sequence or padding) for sequence in row] for row in grid]
     shards = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *shards)
@@ -183,10 +173,10 @@ def measure_costs(executor: Executor) -> Costs:
 
 
 def _measure(executor: Executor, size: int, depth: int) -> float:
-    """Returns the duration of a round of `depth` draft levels on `size` rows per shard, in seconds."""
+    """Returns the duration of a round with `depth` draft levels on `size` rows per shard, in seconds."""
     sizes, decoder = executor.session.sizes, executor.session.decoder
-    # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
-    #    their results are not used.
+    # 1. Make rows with a short text and, if the maximum length allows it, room for the timed rounds. Rows may share
+    #    pages: their results are not used.
     num_tokens = min(sizes.max_length, decoder.max_length_of(sizes.shard_pages))
     prompt_length = max(min(PROMPT_LENGTH, decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
     num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)

@@ -18,7 +18,7 @@ from mtpjax.worker_process import WorkerEnded
 GrammarKind = Literal["json_schema", "regex"]
 
 MAX_GRAMMAR_BYTES = 1 << 16
-MAX_COMPILE_SECONDS = 10.0  # of CPU time
+MAX_COMPILE_SECONDS = 10.0  # CPU time
 # Each lexer state takes 1-2 kB, and a step of 100,000 units of fuel takes about 10 ms.
 _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
 
@@ -54,13 +54,13 @@ class Grammars:
         """Compiles a grammar; thread-safe.
 
         Args:
-            kind: of the source.
+            kind: kind of the source.
             source: a JSON schema as JSON, or a regular expression that the whole text must match.
-            seconds: limit of CPU time.
+            seconds: CPU time limit.
 
         Raises:
-            GrammarError: in one line: the source is invalid, unsupported or too large.
-            GrammarTooSlow: it takes longer.
+            GrammarError: the source is invalid, unsupported or too large; the message is one line.
+            GrammarTooSlow: compiling takes longer than `seconds`.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -88,7 +88,7 @@ class Grammars:
 
 
 def _compile_failure(code: int | None, seconds: float) -> GrammarError:
-    """Returns the error for the exit code of a trial; None: it did not end."""
+    """Returns the error for the exit code of a trial; `code` is None if the trial did not end."""
     if code == -signal.SIGPROF:
         return GrammarTooSlow(seconds)
     if code is None:

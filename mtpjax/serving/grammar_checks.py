@@ -16,7 +16,7 @@ MAX_MESSAGE_CHARACTERS = 200
 
 
 def checked_schema(source: str) -> str:
-    """Checks a JSON schema and returns it as plain JSON. Raises ValueError in one line."""
+    """Checks a JSON schema and returns it as plain JSON. Raises ValueError with a one-line message."""
     try:
         schema = parse_json(source, max_depth=MAX_SCHEMA_DEPTH)
         # Compiling takes time and memory in proportion to the least common multiple.
@@ -41,11 +41,11 @@ def find_ref_loop(schema: Any) -> list[str]:
     itself writes none.
 
     Returns:
-        The references of a loop, with the first again at the end; empty without one.
+        The references in a loop, with the first one repeated at the end; empty if there is no loop.
     """
     targets = _targets(schema)
-    # The references that come to a type: those whose target has one, then those whose target refers to these, ...
-    # A target comes after what refers to it, so one pass from the end settles nearly all.
+    # Settled references lead to a type: first those whose target has a type, then those whose target refers to these,
+    # and so on. A target comes after the references to it, so one pass from the end settles nearly all.
     settled: set[str] = set()
     num_before = -1
     while len(settled) > num_before:
@@ -61,7 +61,7 @@ def find_ref_loop(schema: Any) -> list[str]:
 
 
 def _targets(root: Any) -> dict[str, Any]:
-    """Returns the references that a schema uses, with their targets, but not those of unused definitions."""
+    """Returns the references that a schema uses, with their targets, but none from unused definitions."""
     targets: dict[str, Any] = {}
     waiting = [root]
     while waiting:
@@ -82,7 +82,7 @@ def _targets(root: Any) -> dict[str, Any]:
 
 
 def _resolve(ref: str, root: Any) -> Any:
-    """Returns the schema that a reference names. Raises LookupError."""
+    """Returns the schema that a reference points to. Raises LookupError."""
     document, _, fragment = ref.partition("#")
     if document and document != (root.get("$id") if isinstance(root, dict) else None):
         raise LookupError(ref)
@@ -99,7 +99,7 @@ def _resolve(ref: str, root: Any) -> Any:
 
 
 def _is_settled(schema: Any, settled: set[str], targets: dict[str, Any]) -> bool:
-    """Returns whether a schema comes to a type once the settled references do."""
+    """Returns whether a schema leads to a type if the settled references do."""
     if not isinstance(schema, dict):
         return True
     ref = schema.get("$ref")
@@ -113,7 +113,7 @@ def _is_settled(schema: Any, settled: set[str], targets: dict[str, Any]) -> bool
 
 
 def _refs_in_place(schema: Any) -> Iterator[str]:
-    """Yields the references that say what a schema is, not what it contains."""
+    """Yields the references that apply to a schema itself, not to what it contains."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
-MAX_FORCED_BYTES = 256  # of a text without alternative, tokenized per step; its first token depends on no more
+MAX_FORCED_BYTES = 256  # of a forced text, tokenized per step; its first token does not depend on more
 
 
 class Vocabulary:
@@ -20,7 +20,7 @@ class Vocabulary:
         tokens: bytes that each token adds to a text.
         special_token_ids: tokens that no text may contain; their bytes have no effect.
         eos_token_id: one of the end tokens.
-        encode: the tokenizer, without special tokens.
+        encode: encodes a text without adding special tokens.
 
     Attributes:
         encode_longest: splits a text into the longest tokens; used where `encode` does not reproduce the text.
@@ -50,7 +50,7 @@ class Vocabulary:
 
 
 def llguidance_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Any:
-    """Makes a `llguidance.LLTokenizer` of a tokenizer with an end token. Raises ValueError if it is unsupported."""
+    """Makes a `llguidance.LLTokenizer` from a tokenizer with an end token. Raises ValueError if it is unsupported."""
     import llguidance
 
     ends = list(tokenizer.eos_token_ids)
@@ -72,7 +72,7 @@ def _of_huggingface(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> Vocabul
     import tokenizers
 
     content, ends = tokenizer.to_json(), list(tokenizer.eos_token_ids)
-    # llguidance knows the decoders. It treats every added token as special.
+    # llguidance implements the decoders, but treats every added token as special.
     reader = llguidance.LLTokenizer(content, n_vocab=vocab_size, eos_token=ends)
     tokens = [reader.decode_bytes([token]) for token in range(vocab_size)]
     special = {token for token in range(vocab_size) if reader.is_special_token(token)} | set(ends)
@@ -87,7 +87,7 @@ def _of_huggingface(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> Vocabul
 
 
 def _without_prefix(part: Any) -> Any:
-    """Removes from a tokenizer's JSON the space that it puts before a text: forced text is not at the start."""
+    """Removes the prefix space from a tokenizer's JSON, because forced text is not at the start of a text."""
     if isinstance(part, list):
         return [_without_prefix(each) for each in part if not _is_prepend(each)]
     if not isinstance(part, dict):

@@ -1,4 +1,4 @@
-"""Limits of time and size for the headers of requests, which uvicorn waits for and keeps without limit."""
+"""Limits on the time and size of request headers, for which uvicorn has no limits."""
 
 import asyncio
 import re
@@ -6,7 +6,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-MAX_HEADER_BYTES = 1 << 14  # as Node; SGLang's and vLLM's clients send a few hundred
+MAX_HEADER_BYTES = 1 << 14  # as in Node; SGLang's and vLLM's clients send a few hundred
 _HEADER_END = re.compile(rb"\n\r?\n")
 _TOO_LARGE = (
     b'{"error": {"message": "the header of a request may have at most %d bytes", "type": "invalid_request_error", '
@@ -18,7 +18,7 @@ class LimitedProtocol(AutoHTTPProtocol):
     """An HTTP protocol over httptools if it is installed, else over h11, with limits for headers.
 
     A header of more than `MAX_HEADER_BYTES` is rejected with 431 before it is parsed. Bodies have their own limits
-    (`ApiSettings.max_body_bytes`, `body_timeout`), and so has the time between two requests (uvicorn's
+    (`ApiSettings.max_body_bytes`, `body_timeout`), and so does the time between two requests (uvicorn's
     `timeout_keep_alive`).
 
     Attributes:
@@ -28,15 +28,15 @@ class LimitedProtocol(AutoHTTPProtocol):
 
     header_seconds: float
 
-    # Those of uvicorn's protocols, of which there are two.
+    # Attributes of both of uvicorn's protocols.
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     cycle: Any
 
     _header_timer: asyncio.TimerHandle | None = None
     _awaits_header = True  # with httptools: between two requests, or in a header
-    _num_header_bytes = 0  # that came without the end of a header, or without a byte of a body
-    _tail = b""  # the last of them, in which the end may begin
+    _num_header_bytes = 0  # received since the last end of a header or byte of a body
+    _tail = b""  # the last bytes received, in which the end of the header may start
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -50,12 +50,12 @@ class LimitedProtocol(AutoHTTPProtocol):
             if not _HEADER_END.search(self._tail + data[:room]):
                 return self._reject()
         self._tail = data[-2:]
-        # 2. Parse. A callback of httptools sets the count back; h11 limits trailers and chunks itself.
+        # 2. Parse. A callback of httptools resets the count; h11 limits trailers and chunks itself.
         super().data_received(data)
         if hasattr(self, "conn") and not self._is_in_header():
             self._num_header_bytes = 0
         if self._num_header_bytes > MAX_HEADER_BYTES and not self._is_in_header():
-            self.transport.close()  # trailers, or the sizes of empty chunks, without end
+            self.transport.close()  # endless trailers, or endless chunk sizes
         # 3. The timer runs while a header is awaited.
         has_header = self.cycle is not None and not self.cycle.response_complete
         if has_header:

@@ -1,11 +1,12 @@
 """Pages in host memory: known pages of the pool move there when their slots are needed (SGLang's hierarchical cache).
 
 A page is identified by the hash of its text (`page_pool`). Its entries are copied to the host before another request
-gets the page, and back when a prompt starts with that text again. The bits do not change.
+gets the page, and back when a prompt starts with that text again. Both copies are bit-exact.
 """
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.cache import Cache, pool_arrays, replace_pool_arrays
 
-NUM_PER_CALL = 16  # pages per copy; one program each for out and in
-Entries = list[np.ndarray]  # of one page: [..., size, H] per pool array of the state
+NUM_PER_CALL = 16  # pages per copy; one program copies out and one copies in
+Entries = list[np.ndarray]  # one page: [..., size, H] per pool array of the state
 
 
 class HostPages:
@@ -76,13 +77,13 @@ class Outgoing:
             host.put(digest, entries)
 
     def read(self) -> list[tuple[bytes, Entries]]:
-        """Waits for the copies; returns hash and entries of each page."""
+        """Waits for the copies; returns the hash and the entries of each page."""
         arrays = [np.asarray(array) for array in self.arrays]
         return [(digest, [array[place].copy() for array in arrays]) for place, digest in enumerate(self.digests)]
 
 
 def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
-    """Starts copying pages, each a hash and an id, to the host. The state is on one device."""
+    """Starts copying pages, each a hash and an id, to the host. The state must be on one device."""
     copies = []
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]
@@ -98,27 +99,25 @@ def copy_in(state: DecodeState, pages: Sequence[tuple[int, Entries]]) -> DecodeS
     """Writes entries from the host into pages. The state, on one device, is donated."""
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]
-        # Padding repeats the first entries; its page does not exist.
+        # Padding repeats the first entries, but its page is outside the pool and nothing is written.
         entries = [entries for _, entries in some] + [some[0][1]] * (NUM_PER_CALL - len(some))
         arrays = [np.stack(of_pages) for of_pages in zip(*entries, strict=True)]
         state = _write(state, _padded([page for page, _ in some]), arrays)
     return state
 
 
-def page_shapes(state: DecodeState) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a page's entries."""
+def page_shapes(state: Any) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a page's entries; the state's leaves may be shapes."""
     return [jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype) for cache in _caches(state) for pool in pool_arrays(cache)]
 
 
-def page_bytes(state: Any) -> int:
-    """Returns the bytes of a page's entries; the state's leaves may be shapes."""
-    return sum(
-        pool.size // pool.shape[0] * pool.dtype.itemsize for cache in _caches(state) for pool in pool_arrays(cache)
-    )
+def page_bytes(shapes: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """Returns the bytes of entries with these shapes."""
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in shapes)
 
 
 def warm_up(state: DecodeState) -> DecodeState:
-    """Compiles both copies; no page changes."""
+    """Compiles both copy programs; changes no page."""
     arrays = jax.device_get(_read(state, _padded([])))
     return _write(state, _padded([]), arrays)
 

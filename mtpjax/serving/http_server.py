@@ -17,7 +17,7 @@ from mtpjax.serving.header_limits import limited_protocol
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a port (0: a free one) before anything is loaded. Raises OSError, in one line, if that fails."""
+    """Opens a port (0: a free one) before anything is loaded. Raises OSError with a one-line message if that fails."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -51,8 +51,8 @@ def run_app(
         listener: from `listen`.
         line: printed when the port accepts connections.
         drain: awaited before connections are closed.
-        abort: ends running requests; called at a second Ctrl-C.
-        header_seconds: time in which a client must send the header of a request, also of a later one.
+        abort: called at a second Ctrl-C to end running requests.
+        header_seconds: time within which a client must send the header of each request.
         has_lifespan: the application handles startup and shutdown events.
         should_stop: when set, stops the server as SIGTERM does.
     """
@@ -81,11 +81,11 @@ def run_app(
         log_level="warning",
         access_log=False,
         server_header=False,
-        # Without it, uvicorn logs nothing at a second Ctrl-C.
+        # Without lifespan events, uvicorn logs nothing at a second Ctrl-C.
         lifespan="on" if has_lifespan else "off",
-        timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
+        timeout_graceful_shutdown=5,  # after the drain, for clients that do not read the rest
         # A client that sends a request just as the server closes an idle connection gets an error. httpx keeps idle
-        # connections for 5 s, as uvicorn would: keep them for longer.
+        # connections for 5 s, which is also uvicorn's default: keep them longer.
         timeout_keep_alive=header_seconds,  # type: ignore[arg-type]
     )
     with _expected_sigterm():
@@ -96,7 +96,7 @@ def run_app(
 def serve_in_thread(
     app: ASGIApp, *, port: int = 0, header_seconds: float = 30.0, log_level: str = "error"
 ) -> Iterator[str]:
-    """Serves an application on this machine in a thread, as in tests and notebooks. Yields the address."""
+    """Serves an application on localhost in a thread, for tests and notebooks. Yields the address."""
     with listen("127.0.0.1", port) as listener:
         address = address_of(listener)
         with run_in_thread(app, listener, header_seconds=header_seconds, log_level=log_level):
@@ -117,9 +117,9 @@ def run_in_thread(
     Args:
         app: the application.
         listener: from `listen`.
-        header_seconds: as for `run_app`.
-        last_seconds: time that open connections get at shutdown.
-        log_level: of the HTTP server's log.
+        header_seconds: see `run_app`.
+        last_seconds: time for which open connections may continue at shutdown.
+        log_level: log level of the HTTP server.
     """
 
     class Server(uvicorn.Server):
@@ -132,7 +132,7 @@ def run_in_thread(
             await super().shutdown(sockets)
 
     http = limited_protocol(header_seconds)
-    # Without a `log_config`, uvicorn closes no handlers of this process.
+    # Without a `log_config`, uvicorn leaves the log handlers of this process alone.
     settings: dict[str, Any] = {"ws": "none", "log_config": None, "log_level": log_level}
     settings |= {"timeout_keep_alive": header_seconds, "timeout_graceful_shutdown": 1}
     server = Server(uvicorn.Config(app, http=http, **settings))
@@ -149,8 +149,8 @@ def run_in_thread(
 
 @contextlib.contextmanager
 def _expected_sigterm() -> Iterator[None]:
-    """Keeps the process alive after uvicorn has shut down: uvicorn sends itself the signal again."""
-    if threading.current_thread() is not threading.main_thread():  # where uvicorn takes no signals
+    """Keeps the process alive after uvicorn has shut down, because uvicorn then raises the signal again."""
+    if threading.current_thread() is not threading.main_thread():  # uvicorn handles signals only there
         yield
         return
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Functions for a thread, in the order in which they came.
+    """Functions for a thread to run, in order of arrival.
 
     Attributes:
         changed: guards all attributes; notified when one changes.

@@ -36,20 +36,20 @@ from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.sizes import EngineSettings, resolve_sizes
 from mtpjax.serving.watchdog import Watchdog
 
-ERROR_SECONDS = 1.0  # in which clients get their errors before the process ends
-CPU_POOL_BYTES = 1 << 30  # of the default pool if no accelerator reports its memory
+ERROR_SECONDS = 1.0  # for clients to receive their errors before the process ends
+CPU_POOL_BYTES = 1 << 30  # size of the default pool if no accelerator reports its memory
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of the process that serves.
+    """Settings of the server process.
 
     Attributes:
-        watchdog_seconds: a call that takes longer ends the process; None: no limit.
-        drain_seconds: time that running requests get to end after SIGTERM.
-        header_seconds: time in which a client must send the header of a request.
+        watchdog_seconds: duration of a call after which the process ends; None: no limit.
+        drain_seconds: time that running requests get to finish after SIGTERM.
+        header_seconds: time within which a client must send the header of a request.
         warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
     """
 
@@ -60,13 +60,13 @@ class ServerSettings:
 
 
 def page_bytes(decoder: Decoder, dtype: Any) -> int:
-    """Computes the bytes of one page in all caches, on all devices together; the decoder's pool has one page."""
+    """Computes the bytes of one page in all caches, over all devices; the decoder's pool must have one page."""
     state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
-    return host_pages.page_bytes((state.trunk, state.drafter))
+    return host_pages.page_bytes(host_pages.page_shapes((state.trunk, state.drafter)))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Computes the bytes of one row's recurrent states, on all devices together; 0 for models without them."""
+    """Computes the bytes of one row's recurrent states, over all devices; 0 for models without such states."""
     cache = jax.eval_shape(lambda: empty_cache(config, config.trunk_kinds, 1, 1, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recurrent_entries(cache)))
 
@@ -74,13 +74,13 @@ def state_bytes(config: ModelConfig, dtype: Any) -> int:
 def choose_num_pages(
     params: dict, model: MTPModel, decode: DecodeConfig, settings: EngineSettings, memory_fraction: float
 ) -> int:
-    """Chooses the size of the pool: what every slot can need, if the memory has room for it.
+    """Chooses the size of the pool: enough for the longest text in every slot, or as much as memory allows.
 
     Args:
         params: the parameters of `model`, on their devices.
-        decode: settings of the requests.
-        settings: the engine's; slots, length and snapshots.
-        memory_fraction: share of the accelerator's memory that weights and pages may take.
+        decode: settings that all requests share.
+        settings: the engine's settings, of which slots, length and snapshots count.
+        memory_fraction: fraction of the accelerator's memory that weights and pages may take.
 
     Raises:
         MemoryTooSmall: the remaining memory has no room for one text.
@@ -129,10 +129,10 @@ def running_engine(
     followers: Followers | None = None,
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[tuple[Engine, Metrics]]:
-    """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it.
+    """Starts an engine and its metrics; on exit, waits up to `drain_seconds` for its requests, and stops it.
 
-    If one of `followers` is lost, running requests end with an error, and this process ends. `make_engine` gets
-    `observe` and `followers` of `Engine`. `report` takes the current stage and its progress.
+    If one of `followers` is lost, running requests end with an error, and this process ends. `make_engine` is called
+    with `Engine`'s arguments `observe` and `followers`. `report` takes the current stage and its progress.
     """
     with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
         engine = make_engine(observe=lambda *end: metrics.observe(*end), followers=followers)
@@ -167,7 +167,7 @@ def running_engine(
         yield engine, metrics
     finally:
         if not engine.close(timeout=server.drain_seconds):
-            _log.warning("requests still ran after %.0f s and were aborted", server.drain_seconds)
+            _log.warning("requests were still running after %.0f s and were aborted", server.drain_seconds)
         if watchdog is not None:
             watchdog.stop()
 

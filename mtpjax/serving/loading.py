@@ -20,7 +20,7 @@ from mtpjax.serving.api.http import error_response
 from mtpjax.serving.http_server import address_of, run_in_thread, tell
 
 LINE_SECONDS = 5.0  # between two lines of a log
-LAST_SECONDS = 0.5  # of clients that connected just before the server is ready
+LAST_SECONDS = 0.5  # for clients that connected just before the server is ready
 BODY_SECONDS = 5.0  # in which a body is read and discarded
 ALIVE_PATHS = ("/health", "/ping")
 
@@ -29,8 +29,8 @@ class Loading:
     """The progress of a server's start.
 
     Args:
-        name: start of each line.
-        address: of the open port; "" if there is none.
+        name: prefix of each line.
+        address: address of the open port; "" if there is none.
 
     Attributes:
         text: the current stage, such as "compiling 7/48".
@@ -72,7 +72,7 @@ class Loading:
 
 
 def loading_app(loading: Loading) -> ASGIApp:
-    """Makes the application of a loading server: `/health` gets 200, all else 503 with `Retry-After`."""
+    """Makes the application of a loading server: `/health` gets 200, everything else 503 with `Retry-After`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the events of the server's start and end
@@ -96,12 +96,12 @@ def loading_app(loading: Loading) -> ASGIApp:
 
 @contextlib.contextmanager
 def open_port(listener: socket.socket | None, name: str, *, header_seconds: float = 30.0) -> Iterator[Loading]:
-    """Shows the progress of a start, also to clients of the port (None: there is none). Yields the `Loading`."""
+    """Shows the progress of startup, also to clients of the port (None: no port). Yields the `Loading`."""
     loading = Loading(name, "" if listener is None else address_of(listener))
     with contextlib.ExitStack() as stack:
         stack.enter_context(loading.shown())
         if listener is not None:
-            # The server closes its socket at the end. Later connections wait for the next server of the same port.
+            # The server closes its socket at the end. Later connections wait for the next server on the same port.
             app, copy = loading_app(loading), listener.dup()
             stack.enter_context(run_in_thread(app, copy, header_seconds=header_seconds, last_seconds=LAST_SECONDS))
         yield loading

@@ -10,7 +10,7 @@ from mtpjax.errors import printable
 
 MAX_MESSAGE_CHARACTERS = 200
 
-# llguidance's terms, and their meaning for the author of the grammar.
+# llguidance's terms, and what they mean to the author of the grammar.
 _MEANINGS = {
     "NoExtension": "no text of the model's tokens matches it",
     "LexerTooComplex": "it is too complex: its regular expressions have too many states",
@@ -23,15 +23,15 @@ _WRAPPED = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): (?P<pro
 
 
 class GrammarError(ValueError):
-    """A grammar does not compile, or exceeds a limit while a text is made. The message is one line for the client."""
+    """A grammar does not compile, or exceeds a limit during generation. The message is one line for the client."""
 
 
 def explain(message: str) -> str:
-    """Returns a message of llguidance in one line, without its internal terms."""
+    """Returns a message from llguidance as one line, without its internal terms."""
     message = " ".join(message.split()).removesuffix("<non-verbose/>").strip()
     if found := _TOO_MANY.search(message):
         return (
-            f"it allows {found['items']} alternatives at one place, more than {found['limit']}; an object has about "
+            f"it allows {found['items']} alternatives at one point, more than {found['limit']}; an object has about "
             "four for each of its optional properties, so make some of them required, or ask for fewer"
         )
     found = _WRAPPED.match(message)
@@ -56,13 +56,13 @@ class Matcher:
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Computes which tokens may follow each node of a draft.
 
-        The mask of a node stays unchanged if the node or an ancestor is forbidden, because no exact rule accepts it, or
-        follows an end token, because the text is cut there.
+        The mask of a node stays unchanged if the node or an ancestor is forbidden, since no exact rule accepts it, or
+        if it follows an end token, since the text ends there.
 
         Args:
-            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first, all set at first.
-            tokens: of the W nodes; node 0 is the last token consumed.
-            parents: of the W nodes, parents before children; None: a chain.
+            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first, initially all set.
+            tokens: tokens of the W nodes; node 0 is the last token consumed.
+            parents: parents of the W nodes, which come before their children; None: a chain.
 
         Raises:
             GrammarError: the grammar exceeds a limit. The matcher is unusable then.
@@ -93,7 +93,7 @@ class Grammar:
     """A compiled grammar, which many texts may share.
 
     Args:
-        matcher: llguidance's matcher; it stays at the start.
+        matcher: llguidance's matcher at the start of a text; only copies of it are advanced.
         vocab_size: V of the model.
 
     Raises:
@@ -119,7 +119,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def _path_to(node: int, parents: Sequence[int] | None) -> list[int]:
-    """Returns the path from below the root to `node`."""
+    """Returns the nodes on the path from the root to `node`, without the root."""
     path = []
     while node > 0:
         path.append(node)

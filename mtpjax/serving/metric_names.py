@@ -8,10 +8,10 @@ PREFIX, ALIASES = "mtpjax", ("sglang", "vllm")
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The names of one metric without prefix. Empty: that engine has no such metric.
+    """The names of one metric, without prefix; empty if that engine has no such metric.
 
     Attributes:
-        attribute: of `EngineStatus` with the value; empty: another source.
+        attribute: the `EngineStatus` attribute with the value; empty: the value comes from elsewhere.
     """
 
     attribute: str
@@ -34,15 +34,15 @@ def _one_name(name: str, help: str) -> Names:
 GAUGES = (
     Names("num_running", "num_running_reqs", "num_running_reqs", "num_requests_running", "Requests in slots."),
     Names("num_waiting", "num_queue_reqs", "num_queue_reqs", "num_requests_waiting", "Requests in the queue."),
-    Names("num_slots", "max_running_reqs", "", "", "Slots: maximum requests that run at the same time."),
+    Names("num_slots", "max_running_reqs", "", "", "Slots: maximum number of running requests."),
     Names("token_usage", "token_usage", "token_usage", "kv_cache_usage_perc", "Share of pages in use, 0 to 1."),
-    Names("num_used_tokens", "kv_used_tokens", "num_used_tokens", "", "Positions of the KV cache's pages in use."),
-    Names("num_tokens", "max_total_num_tokens", "max_total_num_tokens", "", "Positions of all pages of the KV cache."),
+    Names("num_used_tokens", "kv_used_tokens", "num_used_tokens", "", "Positions in KV cache pages that are in use."),
+    Names("num_tokens", "max_total_num_tokens", "max_total_num_tokens", "", "Positions in all KV cache pages."),
     Names("accept_length", "spec_accept_length", "spec_accept_length", "", "Mean tokens per verification pass."),
     Names("accept_rate", "spec_accept_rate", "spec_accept_rate", "", "Accepted drafts per proposed draft."),
     Names("num_programs_left", "programs_left", "", "", "Programs that still compile while requests run."),
     Names("imbalance_before", "expert_imbalance_before", "", "", "As expert_imbalance, before the last placement."),
-    Names("imbalance_after", "expert_imbalance", "", "", "Busiest device's expert load over the mean, now."),
+    Names("imbalance_after", "expert_imbalance", "", "", "Expert load of the busiest device over the mean."),
 )
 COUNTERS = (
     Names("num_prompt_tokens", "prompt_tokens", "prompt_tokens", "prompt_tokens", "Prompt tokens, cached or not."),
@@ -58,9 +58,9 @@ COUNTERS = (
     Names("num_preempted", "num_preemptions", "", "num_preemptions", "Times that a request gave up its pages."),
     Names("num_received_pages", "received_pages", "", "", "Pages of the prefix cache that came from a prefill server."),
     Names("num_rebalancings", "num_rebalancings", "", "", "Times that the experts were moved."),
-    Names("num_ticks", "num_ticks", "", "", "Iterations of the scheduler that called the device."),
+    Names("num_ticks", "num_ticks", "", "", "Scheduler iterations that called the device."),
     Names("num_compilations", "compile", "", "", "Programs compiled since the engine was ready."),
-    Names("compile_seconds", "compile_seconds", "", "", "Seconds of compiling programs, at the start and since."),
+    Names("compile_seconds", "compile_seconds", "", "", "Seconds spent compiling programs, at the start and since."),
     Names("num_compile_waits", "compile_waits", "", "", "Requests that waited for a program."),
     Names("num_steps", "spec_verify_calls", "spec_verify_calls", "", "Verification passes of all rows."),
     Names("num_steps", "spec_decode_num_drafts", "", "spec_decode_num_drafts", "Verification passes of all rows."),
@@ -68,7 +68,7 @@ COUNTERS = (
     Names("num_accepted", "spec_decode_num_accepted_tokens", "", "spec_decode_num_accepted_tokens", "Accepted drafts."),
 )
 # Counter of the watchdog.
-WATCHDOG = Names("", "watchdog", "", "", "Iterations of the scheduler longer than half of the watchdog's timeout.")
+WATCHDOG = Names("", "watchdog", "", "", "Scheduler iterations longer than half the watchdog's timeout.")
 # Counters of a decode server, read from its `RemotePrefill`.
 REMOTE_PREFILLS = Names("", "remote_prefills", "", "", "Prompts whose pages came from the prefill server.")
 PREFILL_FALLBACKS = Names("", "prefill_fallbacks", "", "", "Prompts prefilled here because the prefill server failed.")
@@ -83,7 +83,7 @@ REQUEST_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 8.0
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TIME_TO_FIRST_TOKEN = _one_name("time_to_first_token_seconds", "Arrival to first token.")
 INTER_TOKEN_LATENCY = _one_name(
-    "inter_token_latency_seconds", "Seconds per token after the first; tokens of one delivery share its time."
+    "inter_token_latency_seconds", "Seconds per token after the first; tokens in one delivery share its time."
 )
 E2E_LATENCY = _one_name("e2e_request_latency_seconds", "Arrival to last token.")
 QUEUE_TIME = Names(

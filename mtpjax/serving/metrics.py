@@ -1,4 +1,4 @@
-"""The server's metrics for Prometheus, under our names and those of SGLang and vLLM.
+"""The server's metrics for Prometheus, under mtpjax's, SGLang's and vLLM's names.
 
 The engine keeps its own counts: a collector reads its `EngineStatus` when Prometheus scrapes. Only latencies are kept
 here, because the engine does not know when a client's request arrived.
@@ -18,7 +18,7 @@ from mtpjax.serving.metric_names import ALIASES, Names
 from mtpjax.serving.request import Finish, RequestTimes
 from mtpjax.serving.status import EngineStatus
 
-# The extra `serve` has prometheus-client; this module can be imported without it.
+# prometheus-client is part of the extra `serve`; this module can be imported without it.
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
@@ -69,7 +69,7 @@ class Metrics:
             ValueError: an alias is unknown.
         """
         if unknown := set(aliases) - set(ALIASES):
-            raise ValueError(f"metric names of {', '.join(sorted(unknown))} are unknown; known: {', '.join(ALIASES)}")
+            raise ValueError(f"unknown metric aliases: {', '.join(sorted(unknown))}; known: {', '.join(ALIASES)}")
         self._status, self._model_name, self._aliases = status, model_name, aliases
         self.more_counters: dict[Names, Callable[[], float]] = {metric_names.WATCHDOG: lambda: 0}
         self._lock = threading.Lock()
@@ -98,8 +98,8 @@ class Metrics:
                 return
             self._histograms[metric_names.TIME_TO_FIRST_TOKEN].add(times.deliveries[0][0] - times.arrived)
             self._histograms[metric_names.E2E_LATENCY].add(times.deliveries[-1][0] - times.arrived)
-            # A round delivers several tokens at once. Each counts with its share of the time since the last delivery,
-            # so that the sum is the decoding time and the count is the number of tokens.
+            # A round delivers several tokens at once. Each token gets an equal share of the time since the last
+            # delivery, so that the sum is the decoding time and the count is the number of tokens.
             for (before, _), (now, count) in itertools.pairwise(times.deliveries):
                 self._histograms[metric_names.INTER_TOKEN_LATENCY].add((now - before) / count, count)
 
@@ -107,7 +107,7 @@ class Metrics:
         """Returns the body and the content type of `GET /metrics`."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-        # Only these metrics: the library's default registry would add those of the Python process.
+        # Only these metrics: the library's default registry would add metrics about the Python process.
         return generate_latest(self), CONTENT_TYPE_LATEST
 
     def collect(self) -> "Iterator[Metric]":
@@ -124,7 +124,7 @@ class Metrics:
     def _families(self) -> Iterator[tuple[str, Names, list[Sample]]]:
         """Yields kind, names and samples of each metric."""
         status = self._status()
-        # 1. Numbers of the status. A ratio is undefined before the first pass and is then left out.
+        # 1. Values from the status. A ratio is undefined before the first pass and is then left out.
         gauges: dict[Names, float] = {names: getattr(status, names.attribute) for names in metric_names.GAUGES}
         gauges[metric_names.THROUGHPUT] = self._throughput(status.num_new_tokens)
         for names, value in gauges.items():
@@ -134,24 +134,19 @@ class Metrics:
         for names, count in self.more_counters.items():
             yield "counter", names, [("_total", {}, count())]
         # 2. Counts with a second label: draft levels from 0, as vLLM numbers them, and how requests ended.
-        levels: list[Sample] = [
-            ("_total", {"position": str(level)}, count) for level, count in enumerate(status.accepted)
-        ]
+        levels: list[Sample] = [("_total", {"position": str(k)}, count) for k, count in enumerate(status.accepted)]
         yield "counter", metric_names.ACCEPTED_PER_POSITION, levels
         # 3. Latencies and sizes of requests.
         with self._lock:
             finished = dict(self._finished)
             histograms = {names: each.samples() for names, each in self._histograms.items()}
-        yield (
-            "counter",
-            metric_names.FINISHED,
-            [("_total", {"finished_reason": reason}, count) for reason, count in finished.items()],
-        )
+        reasons: list[Sample] = [("_total", {"finished_reason": each}, count) for each, count in finished.items()]
+        yield "counter", metric_names.FINISHED, reasons
         for names, samples in histograms.items():
             yield "histogram", names, samples
 
     def _throughput(self, num_new_tokens: int) -> float:
-        """Returns tokens per second since the previous scrape; quick further scrapes repeat its value."""
+        """Returns tokens per second since the previous scrape; scrapes in quick succession return the same value."""
         with self._lock:
             now, (then, tokens_then, throughput) = time.monotonic(), self._last_scrape
             if now - then >= THROUGHPUT_SECONDS:

@@ -1,4 +1,4 @@
-"""A hash by which two engines compare whether their pages are interchangeable."""
+"""A hash that tells whether the pages of two engines are interchangeable."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.config import ModelConfig
 
-VERSION = 1  # of the contents of a page
+VERSION = 1  # version of the page contents
 NUM_SAMPLED = 16  # numbers of each parameter that the hash depends on
 
 
@@ -26,12 +26,12 @@ def model_digest(
     """Hashes everything except the text that a page's entries depend on.
 
     Args:
-        params: the model's parameters. A few numbers of each stand for all.
+        params: the model's parameters. Only a few numbers from each are hashed.
         config: the model's config.
         decode: settings of the requests.
         page_size: positions per page.
         page_shapes: shapes and dtypes of a page's entries.
-        draft_params: parameters of a drafter that has its own; None: there are none.
+        draft_params: the drafter's own parameters, if it has any.
     """
     digest = hashlib.sha256()
     drafting = (decode.drafter, decode.draft_window, decode.draft_sinks, decode.kv_cache_dtype)

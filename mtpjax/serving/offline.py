@@ -1,6 +1,6 @@
 """Generates texts for a list of prompts in batches, like vLLM's offline inference. Needs no extra.
 
-With stop strings a batch decodes some rounds per call, so that it can end as soon as every text has met one: they are
+With stop strings, a batch decodes a few rounds per call, so that it can end as soon as every text has met one: they are
 matched on text, which only the host has.
 """
 
@@ -46,7 +46,7 @@ class Completion:
 
 
 class CompletedBatch(NamedTuple):
-    """Some prompts, in order.
+    """The results for a batch of consecutive prompts.
 
     Attributes:
         completions: one per prompt.
@@ -79,7 +79,7 @@ def complete(
         model: the model.
         config: the settings.
         sampling: the sampling parameters, one value for all rows, and a seed per prompt.
-        make_stream: returns the decoder of the text that follows a prompt.
+        make_stream: makes the decoder for the text that follows a prompt.
         batch_size: rows that decode at the same time.
         draft_params: the drafter's own parameters.
 
@@ -87,7 +87,7 @@ def complete(
         The batches, in the order of the prompts.
 
     Raises:
-        ValueError: a prompt or setting is out of range; before the first batch.
+        ValueError: a prompt or setting is out of range; raised before the first batch.
     """
     if check_integer("batch_size", batch_size) < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")

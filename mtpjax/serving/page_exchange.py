@@ -11,7 +11,7 @@ from mtpjax.serving.scheduler import Scheduler
 
 
 class PageExchange:
-    """The pages of an engine, for prefill and decode on different machines. Its methods block the caller.
+    """An engine's pages, for prefill and decode on different machines. The methods block the caller.
 
     Attributes:
         shapes: shapes and dtypes of a page's entries.
@@ -47,7 +47,7 @@ class PageExchange:
         return self._inbox.ask(lambda: len(self._pool.find(tokens, salt=salt)))
 
     def read(self, tokens: Sequence[int], salt: bytes) -> list[tuple[bytes, Entries]]:
-        """Reads the cached full pages of a text's prefix, for `put` of another engine: hash and entries of each."""
+        """Reads the cached full pages of a text's prefix, for another engine's `put`: the hash and entries of each."""
 
         def start() -> tuple[list[bytes], dict[bytes, Entries], list[Outgoing]]:
             found, host = self._pool.find(tokens, salt=salt), self._pool.host
@@ -63,7 +63,7 @@ class PageExchange:
     def put(self, pages: list[tuple[bytes, Entries]]) -> None:
         """Adds hashes and entries of pages to the prefix cache, in host memory.
 
-        The engine that has read them must have the same model, page size and dtypes.
+        The engine that they come from must have the same model, page size and dtypes.
         """
 
         def put() -> None:

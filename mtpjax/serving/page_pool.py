@@ -31,10 +31,11 @@ class PagePool:
     Attributes:
         outgoing: known pages, with the hash of their text, whose entries the caller must copy to `host` before it
             writes to any page. The caller empties the list.
-        incoming: pages into which the caller must copy entries of the host before they are read. The caller empties it.
+        incoming: pages into which the caller must copy entries from the host before they are read. The caller empties
+            it.
 
     Raises:
-        ValueError: if a number is below 1.
+        ValueError: `num_pages` or `page_size` is below 1.
     """
 
     def __init__(
@@ -61,16 +62,16 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def acquire(self, tokens: Sequence[int], num_pages: int, *, salt: bytes = b"") -> Lease | None:
-        """Reserves the pages of a request: known ones for the prefix of its prompt, then others.
+        """Reserves the pages of a request: known pages for the prefix of its prompt, then free pages.
 
         Args:
             tokens: the prompt.
             num_pages: pages that the request needs, including shared ones.
-            salt: what the entries depend on besides the tokens, such as who may see them. Only requests with the same
-                salt share pages.
+            salt: what the entries depend on in addition to the tokens, such as who may see them. Only requests with the
+                same salt share pages.
 
         Returns:
-            The lease; None, without any change, if the pool has too few pages.
+            The lease; None if the pool has too few pages, and then nothing changes.
         """
         # The last prompt token is always processed, because its output gives the first new token.
         size = self.page_size
@@ -87,9 +88,7 @@ class PagePool:
         for page in known:
             self._unused.pop(page, None)
             self._users[page] += 1
-        pages = []
-        for digest, page in shared:
-            pages.append(self._bring_in(digest) if page is None else page)
+        pages = [self._bring_in(digest) if page is None else page for digest, page in shared]
         pages += [self._take() for _ in range(num_pages - len(shared))]
         digest = shared[-1][0] if shared else _first_hash(salt)
         lease = Lease(pages, len(shared) * size, len(shared), digest, num_found)
@@ -98,7 +97,7 @@ class PagePool:
         return lease
 
     def find(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[tuple[bytes, int | None]]:
-        """Finds the known full pages of a text's prefix: hash and page, which is None for a page on the host."""
+        """Finds the known full pages of a text's prefix: the hash and page of each (None: on the host)."""
         found = []
         for digest in page_digests(tokens, self.page_size, salt=salt):
             page = self._page_of.get(digest)
@@ -108,27 +107,27 @@ class PagePool:
         return found
 
     def put(self, digest: bytes, entries: Entries) -> None:
-        """Stores the entries of a page computed elsewhere on the host, unless the page is known already."""
+        """Stores on the host the entries of a page that was computed elsewhere, unless the page is already known."""
         assert self.host is not None
         if digest not in self._page_of:
             self.host.put(digest, entries)
 
     def extend(self, lease: Lease, num_pages: int) -> bool:
-        """Adds pages to a lease. Returns False, without any change, if the pool has too few."""
+        """Adds pages to a lease. Returns False, and changes nothing, if the pool has too few."""
         if num_pages > self.num_available:
             return False
         lease.pages += [self._take() for _ in range(num_pages)]
         return True
 
     def reserve_snapshot(self, lease: Lease, num_pages: int) -> int | None:
-        """Reserves a row for the recurrent state at a page boundary, which becomes known when its pages do.
+        """Reserves a row for the recurrent state at a page boundary. The state becomes known when its pages do.
 
         Args:
             lease: a request's pages.
-            num_pages: pages before the boundary, which are not all stored yet.
+            num_pages: number of pages before the boundary; not all of them are stored yet.
 
         Returns:
-            The row to which the caller must copy the state; None if there is none.
+            The row to which the caller must copy the state; None if no row is available.
         """
         assert self.snapshots is not None and num_pages > lease.num_stored
         row = self.snapshots.reserve()
@@ -137,12 +136,12 @@ class PagePool:
         return row
 
     def store(self, lease: Lease, tokens: Sequence[int], num_final: int) -> None:
-        """Makes the pages known whose entries are final.
+        """Makes pages known once their entries are final.
 
         Args:
             lease: a request's pages.
             tokens: its text, at least `num_final` tokens.
-            num_final: tokens at the start whose entries, of the trunk and of all modules, will not change.
+            num_final: tokens at the start whose entries, in the trunk and all modules, will not change.
         """
         num_whole = min(num_final // self.page_size, len(lease.pages))
         size = self.page_size
@@ -150,7 +149,7 @@ class PagePool:
             begin = lease.num_stored * size
             lease.digest = _extend_hash(lease.digest, tokens[begin : begin + size])
             page = lease.pages[lease.num_stored]
-            # If two requests computed the same text at the same time, one keeps its page to itself.
+            # If two requests computed the same text at the same time, one of them does not share its page.
             if lease.digest not in self._page_of:
                 self._page_of[lease.digest], self._hash_of[page] = page, lease.digest
             lease.num_stored += 1
@@ -158,7 +157,7 @@ class PagePool:
                 self.snapshots.keep(lease.digest, lease.reserved.pop(lease.num_stored))
 
     def release(self, lease: Lease, *, forget: bool = False) -> list[int]:
-        """Returns a request's pages; with `forget`, those without other users become unknown. Lists the freed ones."""
+        """Gives back a request's pages; returns the freed ones. With `forget`, unshared pages become unknown."""
         # Later pages of a text are forgotten first: without those before them they cannot be found.
         free = []
         if self.snapshots is not None:
@@ -191,7 +190,7 @@ class PagePool:
         return number + (0 if host is None else host.clear())
 
     def _bring_in(self, digest: bytes) -> int:
-        """Allocates a page for entries of the host."""
+        """Allocates a page for entries from the host."""
         assert self.host is not None
         # Do this before taking the page: the page evicted for it may push these entries out of the host.
         entries = self.host.take(digest)
@@ -238,7 +237,7 @@ def make_pools(sizes: EngineSizes, settings: EngineSettings) -> list[PagePool]:
 
 
 def page_digests(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> Iterator[bytes]:
-    """Yields the hashes of the whole pages of a text."""
+    """Yields the hashes of the full pages of a text."""
     digest = _first_hash(salt)
     for begin in range(0, len(tokens) // page_size * page_size, page_size):
         digest = _extend_hash(digest, tokens[begin : begin + page_size])
@@ -250,5 +249,5 @@ def _first_hash(salt: bytes) -> bytes:
 
 
 def _extend_hash(digest: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns the hash of a text and the page after it. A plain hash could be made to collide on purpose."""
+    """Returns the hash of a text and the page after it. It is cryptographic, so that nobody can make texts collide."""
     return hashlib.sha256(digest + np.asarray(tokens, "<i4").tobytes()).digest()

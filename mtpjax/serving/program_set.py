@@ -1,8 +1,8 @@
-"""The programs of an engine: their keys, and the choice for each call.
+"""The programs of an engine: their keys, and how each call chooses one.
 
-A program is compiled for a number of rows, a width of the page table, the options of its rows and a depth. A program
-for more rows, a wider table or more options computes the same for fewer, but slower. So a server can start with three
-programs for one row at full width: until the others are compiled, calls use a larger one, or are split into calls of
+A program is compiled for a number of rows, a page-table width, the options of its rows and a depth. A program for more
+rows, a wider table or more options gives the same results, but more slowly. So a server can start with three programs
+for one row at full width: until the others are compiled, a call uses a larger program, or is split into calls with
 fewer rows.
 """
 
@@ -20,9 +20,9 @@ class ProgramKey(NamedTuple):
     Attributes:
         kind: "admit", "prefill", "advance", "clear" or "score"; for rows with a grammar, "masked prefill" and "masked
             round" (`draft_round` and `verify_round`).
-        size: rows of each shard.
+        size: rows per shard.
         width: pages per row.
-        plain: every row is greedy and without options.
+        plain: every row is greedy and uses no options.
         depth: draft levels.
     """
 
@@ -46,7 +46,7 @@ class PendingCall(NamedTuple):
     """A call that is not dispatched yet.
 
     Attributes:
-        program: of `mtpjax.decoding.session` or `mtpjax.serving.scoring`.
+        program: a program from `mtpjax.decoding.session` or `mtpjax.serving.scoring`.
         arrays: its arguments after the state.
         key: selects its static arguments, and so the compiled program.
     """
@@ -60,10 +60,10 @@ class ProgramSet:
     """The programs that calls may use.
 
     Args:
-        on_missing: called with the program that a call would have used, if it used another.
+        on_missing: called with the program that a call needs, if the call has to use a different one.
 
     Attributes:
-        ready: the compiled ones; None: all of them may be used, and a call compiles its own at the first use.
+        ready: the compiled programs; None: all programs may be used, and a call compiles its program at first use.
     """
 
     def __init__(self, on_missing: Callable[[ProgramKey], None] = lambda key: None):
@@ -71,7 +71,7 @@ class ProgramSet:
         self.on_missing = on_missing
 
     def choose(self, wanted: ProgramKey) -> ProgramKey:
-        """Chooses the program of a call: the wanted one if it is ready, else the smallest ready one that covers it.
+        """Chooses the program for a call: the wanted one if it is ready, else the smallest ready one that covers it.
 
         If no ready program has enough rows, returns the one with the most rows; the call must then be split.
         """
@@ -96,7 +96,7 @@ class ProgramSet:
 
 
 def split_rows(rows: list[Row], size: int, shard_of: Callable[[Row], int]) -> list[list[Row]]:
-    """Splits the rows of a call into calls of at most `size` rows of each shard of the mesh, in their order."""
+    """Splits the rows of a call into calls of at most `size` rows per shard of the mesh, in order."""
     counts: dict[int, int] = {}
     groups: list[list[Row]] = []
     for row in rows:

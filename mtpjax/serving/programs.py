@@ -1,4 +1,4 @@
-"""The programs of an engine: what requests and calls need, and their compilation."""
+"""The programs of an engine: which ones requests and calls need, and their compilation."""
 
 import collections
 import concurrent.futures
@@ -45,7 +45,7 @@ class Programs:
         """Checks a request and converts it to arrays `[1, ...]` on the host; callable from any thread.
 
         Raises:
-            ValueError: for a prompt or an option out of range, in one line.
+            ValueError: the prompt or an option is out of range; the message is one line.
         """
         engine, decoder = self.session, self.session.decoder
         config = dataclasses.replace(
@@ -81,7 +81,7 @@ class Programs:
         return rows.replace(first_token=np.full(1, -1, np.int32))
 
     def _check_grammar(self, request: Request) -> None:
-        """Checks that masks alone determine the possible tokens of a text, and that a complete text ends."""
+        """Checks that the grammar's masks alone decide which tokens are allowed, and that a complete text ends."""
         if request.grammar is None:
             return
         grammars, sampling, rule = self.grammars, request.sampling, self.session.decoder.spec.rule
@@ -92,10 +92,10 @@ class Programs:
         if not set(grammars.eos_token_ids) <= set(request.stop_token_ids):
             raise ValueError("a text with a grammar ends with the end token, which cannot be ignored")
         if sampling.min_new_tokens or sampling.allowed_tokens is not None or sampling.banned_tokens is not None:
-            raise ValueError("a grammar excludes min_new_tokens, allowed_tokens and banned_tokens")
+            raise ValueError("a grammar cannot be combined with min_new_tokens, allowed_tokens or banned_tokens")
 
     def choose(self, kind: str, sequences: Rows[Sequence], depth: int = 0) -> ProgramKey:
-        """Chooses the program of a call on these rows; see `ProgramSet.choose`. "prefill" may be "masked prefill"."""
+        """Chooses the program for a call on these rows; see `ProgramSet.choose`. "prefill" may be "masked prefill"."""
         sizes, width = self.session.sizes, 0
         is_masked = kind == "masked round" or any(sequence.request.grammar is not None for sequence in sequences)
         if kind == "prefill" and is_masked:
@@ -113,7 +113,7 @@ class Programs:
         return self.available.choose(ProgramKey(kind, size, width, is_plain, depth))
 
     def needed(self, sequence: Sequence) -> list[ProgramKey]:
-        """Returns the programs with which a request of any length can run alone."""
+        """Returns the programs that a request needs to run alone."""
         sizes = self.session.sizes
         depth = sizes.depths[0] if sequence.request.speculative else 0
         width = bucket(min(self.session.decoder.num_pages_of(sequence.limit), sizes.max_pages), sizes.table_widths)
@@ -142,7 +142,7 @@ class Programs:
         """Returns all programs that requests may need, in the order in which they are compiled."""
         sizes = self.session.sizes
         widest = sizes.table_widths[-1]
-        # One row and many rows gain most, and rows without drafts or with a grammar are rare.
+        # One row and many rows gain the most, and rows without drafts or with a grammar are rare.
         rows = [sizes.batch_sizes[0], *reversed(sizes.batch_sizes[1:])]
         kinds = (True, False) if self.session.has_plain else (False,)
         keys = [*self.first(), *(ProgramKey("admit", size) for size in sizes.batch_sizes)]
@@ -168,23 +168,24 @@ class Programs:
         Where programs run as CUDA graphs, they are recorded too. If that fails, they are compiled without graphs.
 
         Args:
-            progress: called with the number of programs done and of all programs.
-            keys: the programs; None: all that requests may need.
+            progress: called with the number of compiled programs and the total.
+            keys: the programs to compile; None: all that requests may need.
         """
         keys = self.all() if keys is None else keys
         begin, graphs, engine = time.perf_counter(), gpu_graph.GRAPHS, self.session
-        # The other processes make the calls of the warm-up themselves.
+        # The other processes run the warm-up calls themselves.
         engine.tell_others("warm_up")
         announce, engine.announce = engine.announce, None
         with engine.on_device():
             mesh = jax.sharding.get_mesh()
             has_graphs = compat.is_cuda() and graphs.options(mesh) is not None
-        # XLA records a program's graph in its second call. No request has been admitted, so the state may be lost.
+        # XLA records a program's graph during its second call. No request has been admitted, so losing the state is
+        # harmless.
         if not has_graphs or not graphs.attempt(mesh, lambda: self._warm_up(progress, keys, num_calls=2)):
             if has_graphs:
                 engine.reset()
             self._warm_up(progress, keys, num_calls=1)
-        # The threads compiled at the same time.
+        # The threads compiled at the same time, so their times do not add up.
         engine.compile_seconds = time.perf_counter() - begin
         engine.announce = announce
 
@@ -228,7 +229,7 @@ class Programs:
         self.session.compile_seconds += time.perf_counter() - begin
 
     def empty_call(self, key: ProgramKey) -> PendingCall:
-        """Returns a call of a program. Every row is padding, so the call changes nothing."""
+        """Returns a call to a program in which every row is padding, so that it changes nothing."""
         sizes = self.session.sizes
         if key.kind == "admit":
             shape = (sizes.num_shards, key.size)

@@ -19,7 +19,7 @@ from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.request import Sequence
 
 BLOCKS_PER_PLACEMENT = 8  # blocks of tokens that are counted between two placements
-# A layer keeps its placement unless the busiest device's load falls by this share: counts are of a sample of the
+# A layer keeps its placement unless the busiest device's load falls by this share: counts come from a sample of the
 # tokens, and a placement fits its sample better than the tokens that follow.
 MIN_GAIN = 0.05
 
@@ -35,8 +35,8 @@ class ExpertRebalancer:
 
     Attributes:
         num_rebalancings: times that the experts of at least one layer moved.
-        imbalance: load of the busiest device over the mean, averaged over the layers, by the newest counts: before and
-            after the newest placement. nan: nothing was counted yet.
+        imbalance: load of the busiest device over the mean, averaged over the layers, according to the newest counts:
+            before and after the newest placement; nan before the first placement.
     """
 
     def __init__(self, session: EngineSession, every: int):
@@ -91,10 +91,9 @@ class ExpertRebalancer:
             self._session.move_experts(layer, after.expert_of_slot)
             self._placements[layer] = after.expert_of_slot
         self._changes.append((now.imbalance, after.imbalance))
-        if not self._waiting:
-            self._finish()
-
-    def _finish(self) -> None:
+        # The last layer completes the placement.
+        if self._waiting:
+            return
         changes, self._changes = self._changes, []
         num_moved = sum(before != after for before, after in changes)
         before, after = np.mean(changes, axis=0).tolist()

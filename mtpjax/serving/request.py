@@ -23,14 +23,14 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: maximum new tokens, at least 1.
+        max_new_tokens: maximum number of new tokens, at least 1.
         sampling: one value per option. A temperature above 0 needs a seed.
         stop_token_ids: the text ends after any of these tokens, which is part of the new tokens.
-        stop_sequences: the text ends after any of these sequences of new tokens, which is part of them.
+        stop_sequences: the text ends after any of these sequences of new tokens, which is part of the new tokens.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         speculative: False decodes without drafts.
-        grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or a stop token of the
-            request ends it early; None: any text. `stop_token_ids` must hold all end tokens.
+        grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or the request's own
+            stop token ends it early; None: any text. `stop_token_ids` must hold all end tokens.
         salt: only requests with the same salt share pages of the prefix cache.
     """
 
@@ -51,7 +51,7 @@ class Delta:
 
     Attributes:
         origins: draft level that proposed each token; 0: a bonus token, which the trunk drew itself.
-        logprobs: of each token; None unless requested.
+        logprobs: log-probability of each token; None unless requested.
     """
 
     tokens: list[int]
@@ -88,10 +88,10 @@ class Finish:
 
 @dataclasses.dataclass
 class RequestTimes:
-    """Times of a request's events, in seconds of one clock.
+    """Times of a request's events, in seconds, all from the same clock.
 
     Attributes:
-        started: its prefill began; None: it never left the queue.
+        started: when its prefill began; None: it never left the queue.
         deliveries: time and number of tokens of each delivery.
     """
 
@@ -150,9 +150,9 @@ class Lease:
         pages: in the order of the text.
         num_cached: tokens at the start whose entries the pages already hold.
         num_stored: pages at the start whose text has been hashed.
-        digest: hash of the text in these pages.
+        digest: hash of the text in the stored pages.
         num_found: pages at the start that were known; `num_cached` covers fewer if no snapshot reaches that far.
-        snapshot: row of the snapshot with the recurrent state after the cached tokens; None: no such state.
+        snapshot: snapshot row with the recurrent state after the cached tokens; None: no such state.
         reserved: snapshot rows that this request writes, by the number of pages before them.
     """
 
@@ -172,9 +172,9 @@ class Sequence:
     Attributes:
         deliver: receives its deltas and its end.
         text: the prompt and the new tokens that were read from the device.
-        limit: maximum tokens of the text.
+        limit: maximum number of tokens in the text.
         rows: the request as arrays, for the executor.
-        is_plain: greedy, without sampling options and log-probabilities.
+        is_plain: greedy, with no sampling options or log-probabilities.
         scored: collects the log-probabilities of a text that is not continued; None for all other requests.
         matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
         times: when it arrived, started and delivered tokens, by `time.monotonic`.
@@ -184,12 +184,12 @@ class Sequence:
         position: next prompt position to process.
         snapshot_stops: prompt positions where a chunk ends, so that the recurrent state there can be kept.
         num_to_prefill: positions to process before it decodes.
-        max_length: maximum tokens of its text after the dispatched calls.
-        min_length: minimum tokens then, unless it ends.
-        num_unread: calls whose report was not read yet.
-        is_resumed: it decoded before, so prefill ends with a token that was delivered already.
-        has_ended: its end was delivered.
-        num_cached: tokens of its prompt that the prefix cache held when it was first admitted.
+        max_length: maximum number of tokens in its text after the dispatched calls.
+        min_length: minimum number of tokens in its text then, unless it ends.
+        num_unread: calls whose report has not been read yet.
+        is_resumed: it decoded before, so prefill ends with a token that has already been delivered.
+        has_ended: its end has been delivered.
+        num_cached: tokens of its prompt that were in the prefix cache when it was first admitted.
         num_kept: tokens of its text that `ExpertRebalancer` has kept.
         counts: verification passes since it was last admitted, then per draft level proposed and accepted drafts; empty
             before its first report.

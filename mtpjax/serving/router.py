@@ -21,9 +21,9 @@ from mtpjax.serving.api.http import error_response, read_bytes, run_while_connec
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0
 CONNECT_SECONDS = 2.0
-PREFIX_CHARACTERS = 256  # of a prompt: requests with a common prefix go to the same server if several are equally busy
+PREFIX_CHARACTERS = 256  # length of the prompt's prefix that decides between equally busy servers
 PROMPT_FIELDS = ("messages", "prompt", "text", "input_ids")
-# Headers of one connection, which a proxy does not pass on (RFC 9110, 7.6.1).
+# Headers that apply to one connection only, which a proxy does not forward (RFC 9110, 7.6.1).
 HOP_HEADERS = frozenset(
     b"connection expect host keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
@@ -49,7 +49,7 @@ class Router:
     """The ASGI application. It handles `/health`; everything else goes to a decode server.
 
     Raises:
-        ValueError: an address is not that of an HTTP server, or there is none.
+        ValueError: an address is not an HTTP server's, or no address is given.
     """
 
     def __init__(self, urls: Sequence[str], *, check_seconds: float = 1.0):
@@ -69,7 +69,7 @@ class Router:
         try:
             request = Request(scope, receive)
             body = await read_bytes(request, MAX_BODY_BYTES, BODY_SECONDS)
-            # If the client leaves, the server sees its connection close, and ends the request too.
+            # If the client disconnects, the server sees its connection close, and ends the request too.
             await run_while_connected(request, self._try_all(scope, body, send))
         except ApiError as error:
             await error_response(error)(scope, receive, send)
@@ -142,11 +142,11 @@ class Router:
             _log.warning("%s %s", upstream.url, "is ready" if is_ready else f"is not ready: {reason}")
         upstream.is_ready = is_ready
 
-    # The life of the application.
+    # Startup and shutdown.
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        # A new connection per request: one that is kept may be dead, and then it is unknown what was sent.
+        # Use a new connection per request: a reused one may be dead, and then it is unknown what was sent.
         transport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=keepalive_options()
         )
@@ -164,7 +164,7 @@ class Router:
         """Checks periodically whether a server accepts requests."""
         while True:
             try:
-                # With keys the response is 401, which also means that the server is alive.
+                # With API keys the response is 401, which also means that the server is alive.
                 response = await self._client.get(upstream.url.copy_with(path="/ready"), timeout=CONNECT_SECONDS)
                 self._mark(upstream, is_ready=response.status_code < 500, reason=f"status {response.status_code}")
             except httpx.HTTPError as error:
@@ -201,6 +201,6 @@ def _no_server() -> ApiError:
 
 
 def _lost(upstream: Upstream, error: Exception) -> ApiError:
-    """Logs that a server was lost with a request, and returns the client's error."""
+    """Logs that a server was lost while it processed a request, and returns the error for the client."""
     _log.error("%s was lost: %r", upstream.url, error)
     return ApiError("the server that had this request was lost", status=502, code="server_lost")

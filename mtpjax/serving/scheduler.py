@@ -21,12 +21,12 @@ class Plan:
 
     Attributes:
         admitted: requests that get a slot.
-        restored: admitted requests that start with a snapshot, and its row.
-        prefills: rows whose next chunk is processed, and the start and end of the chunk.
-        saved: rows whose recurrent state is kept when their chunk is processed, and the row of the snapshot.
-        advances: by number of draft levels, the rows that decode.
-        constrained: the same for rows with a grammar, which take one round.
-        num_rounds: rounds of each call of `advances`.
+        restored: admitted requests that start with a snapshot, each with the snapshot's row.
+        prefills: rows whose next chunk is processed, each with the start and end of the chunk.
+        saved: rows whose recurrent state is kept when their chunk is processed, each with the snapshot's row.
+        advances: the rows that decode, by number of draft levels.
+        constrained: the same as `advances`, for rows with a grammar, which take one round.
+        num_rounds: rounds in each call of `advances`.
     """
 
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
@@ -44,13 +44,13 @@ class SchedulerSettings:
 
     Attributes:
         num_slots: rows per shard.
-        prefill_chunk: tokens of a row per prefill call.
+        prefill_chunk: tokens per row in a prefill call.
         prefill_rows: rows per prefill call.
         rounds_per_call: maximum rounds per decoding call.
         overlap: positions at the end of a shared prefix that prefill processes again: `Drafter.max_shift`.
-        num_pages_of: pages that a text of this length needs.
-        max_depth: maximum draft levels of a round.
-        depth_of: draft levels for this number of decoding rows.
+        num_pages_of: returns the number of pages for a text of this length.
+        max_depth: maximum draft levels in a round.
+        depth_of: returns the draft levels for this number of decoding rows.
         shares_prefixes: requests with a common prefix share pages.
     """
 
@@ -90,12 +90,12 @@ class Scheduler:
         self.settings = settings
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in the order in which they entered
-        self._preempted: list[Sequence] = []  # some of their reports are not read yet
+        self._preempted: list[Sequence] = []  # some of their reports have not been read yet
         self.num_preempted = 0
         self.restart(pools)
 
     def restart(self, pools: list[PagePool]) -> list[Sequence]:
-        """Frees all slots and takes new pools, after the state was lost. Returns the admitted requests, now without."""
+        """Frees all slots and takes new pools, after the state was lost. Returns the requests that lost their slots."""
         lost = [*self.running, *self._preempted]
         for sequence in lost:
             sequence.slot = sequence.lease = None
@@ -137,8 +137,8 @@ class Scheduler:
                 sequence.num_unread += 1
                 if sequence.is_prefilled:
                     sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
-        # 4. The others decode. All rows with drafts have the same depth. A row with a grammar waits for the
-        #    next tick after its prompt: its masks follow from its first new token.
+        # 4. The other rows decode. All rows with drafts have the same depth. A row with a grammar waits for the next
+        #    tick after its prompt: its masks follow from its first new token.
         just_prefilled = {sequence.id for sequence, *_ in plan.prefills if sequence.matcher is not None}
         decoding = [
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled
@@ -159,7 +159,7 @@ class Scheduler:
         return plan
 
     def end(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Removes a waiting or running request; with `forget`, returns those of its pages that become unknown."""
+        """Removes a waiting or running request; returns its freed pages. `forget` is as for `PagePool.release`."""
         sequence.has_ended = True
         pages = []
         if sequence.slot is not None:
@@ -180,7 +180,7 @@ class Scheduler:
         return self.settings.num_pages_of(min(length + max_growth, limit))
 
     def _grow(self, sequence: Sequence) -> None:
-        """Adds the pages that the next call may fill; preempts younger rows, or the row itself, if there are none."""
+        """Adds the pages that the next call may fill. If there are too few, preempts the newest rows first."""
         assert sequence.lease is not None
         needed = self._num_pages(sequence.max_length, sequence.limit) - len(sequence.lease.pages)
         while needed > 0 and not self.pools[sequence.shard].extend(sequence.lease, needed):
@@ -192,14 +192,14 @@ class Scheduler:
                 return
 
     def _requeue_preempted(self) -> None:
-        """Requeues preempted requests whose reports were all read, in order of arrival."""
+        """Requeues preempted requests whose reports have all been read, in order of arrival."""
         ready = [sequence for sequence in self._preempted if not sequence.num_unread]
         for sequence in sorted(ready, key=lambda each: each.id, reverse=True):
             self._preempted.remove(sequence)
             self.waiting.appendleft(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a request a slot and pages; False if there are none."""
+        """Gives a request a slot and pages. Returns False if there are not enough."""
         # The shard with the most free slots.
         shard = max(range(len(self.pools)), key=lambda shard: len(self._free_slots[shard]))
         if not self._free_slots[shard]:
@@ -231,8 +231,8 @@ class Scheduler:
         if pool.snapshots is None or sequence.scored is not None:
             return []
         # The boundaries that later requests are likely to continue from: where this prompt diverges from an earlier
-        # text (Marconi, 2411.19379), and the last one of the prompt. Each costs a call for the rest of a chunk, which
-        # pays only if a request that continues there needs one chunk less.
+        # text (Marconi, 2411.19379), and the last one of the prompt. Each costs an additional call for the rest of a
+        # chunk, which pays off only if a request that continues there saves a whole chunk.
         stops, size = [], pool.page_size
         for num_pages in (lease.num_found, (sequence.num_to_prefill - 1) // size):
             stop = num_pages * size - self.settings.overlap
@@ -255,7 +255,7 @@ class Scheduler:
         sequence.position = end
 
     def _vacate(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Frees slot and pages. Calls dispatched before still write there, and end before later calls."""
+        """Frees slot and pages. Calls dispatched earlier still write there, and end before later calls."""
         assert sequence.slot is not None and sequence.lease is not None
         pages = self.pools[sequence.shard].release(sequence.lease, forget=forget)
         self._free_slots[sequence.shard].append(sequence.slot)

@@ -15,6 +15,7 @@ from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.session import Batch, in_every_process, of_shard, put, take
 from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.messages import require
 from mtpjax.models.cache import commit
 from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.model import bind
@@ -23,8 +24,8 @@ from mtpjax.models.view import Pages, read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 MAX_TOP = 20  # alternatives per token
-MAX_LOGITS = 2**24  # numbers, of the logits that exist at the same time: 64 MiB
-MAX_ATTENTION_SCORES = 2**26  # the same for the scores of attention in one layer: 256 MiB
+MAX_LOGITS = 2**24  # logits that exist at the same time: 64 MiB
+MAX_ATTENTION_SCORES = 2**26  # attention scores of one layer that exist at the same time: 256 MiB
 
 
 class ScoredChunk(flax.struct.PyTreeNode):
@@ -37,12 +38,9 @@ class ScoredChunk(flax.struct.PyTreeNode):
 
 def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
     """Raises ValueError if a text to score is empty or too long, or a token id or `num_top` is out of range."""
-    if not 1 <= len(tokens) <= max_length:
-        raise ValueError(f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
-    if not all(0 <= token < vocab_size for token in tokens):
-        raise ValueError(f"the text holds a token id outside 0..{vocab_size - 1}")
-    if not 0 <= num_top <= MAX_TOP:
-        raise ValueError(f"num_top must be within 0..{MAX_TOP}, got {num_top}")
+    require(1 <= len(tokens) <= max_length, f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
+    require(all(0 <= token < vocab_size for token in tokens), f"the text holds a token id outside 0..{vocab_size - 1}")
+    require(0 <= num_top <= MAX_TOP, f"num_top must be within 0..{MAX_TOP}, got {num_top}")
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("decoder",))
@@ -63,7 +61,7 @@ def score_chunk(
         state: the state; donated. Only the trunk's cache changes.
         start: `[P, b]` int32 first position of each row's chunk; the caches hold the positions before it. `NO_START`
             for padding.
-        targets: `[P, b, C]` int32 token after each position; any where the text has ended.
+        targets: `[P, b, C]` int32 token after each position; any value where the text has ended.
 
     Returns:
         The new state and the scores.
@@ -92,13 +90,13 @@ def score_chunk(
 
         def score_pass(carry):
             index, rows, scores = carry
-            # 1. The trunk, over as many positions as the scores of attention have room for.
+            # 1. The trunk, over as many positions as the attention scores have room for.
             offset = index * trunk_width
             begin = jnp.minimum(start + offset, rows.length)
             num_valid = jnp.clip(rows.length - begin, 0, trunk_width)
             view = view_pass(rows, model.config, begin, trunk_width, num_used=num_valid, num_valid=num_valid)
             output = apply(read_rows(rows.tokens, begin, trunk_width), view, rows.trunk, method="run_trunk")
-            # 2. The head, over as many of them as the logits have room for.
+            # 2. The head, over as many of these positions as the logits have room for.
             given = jax.lax.dynamic_slice_in_dim(targets, offset, trunk_width, axis=1)
             new = jax.tree.map(join, jax.lax.map(score_piece, (split(output.hidden), split(given))))
             place = lambda all_scores, own: jax.lax.dynamic_update_slice_in_dim(all_scores, own, offset, axis=1)
@@ -121,21 +119,21 @@ def score_chunk(
 
 
 def pass_width(width: int, row_size: int) -> int:
-    """Returns the maximum positions of one pass of the trunk: a divisor of `width`.
+    """Returns the maximum number of positions in one pass of the trunk: a divisor of `width`.
 
     Args:
-        width: positions of the chunk.
-        row_size: attention scores of one position of all rows, where XLA computes them.
+        width: positions in the chunk.
+        row_size: attention scores per position, over all rows, where XLA computes them.
     """
     return _largest_divisor(width, max(MAX_ATTENTION_SCORES // row_size, MIN_PREFILL_CHUNK))
 
 
 def piece_size(width: int, row_size: int) -> int:
-    """Returns the maximum positions whose logits may exist at the same time: a divisor of `width`.
+    """Returns the maximum number of positions whose logits may exist at the same time: a divisor of `width`.
 
     Args:
-        width: positions of the pass.
-        row_size: logits of one position of all rows.
+        width: positions in the pass.
+        row_size: logits per position, over all rows.
     """
     return _largest_divisor(width, MAX_LOGITS // row_size)
 

@@ -1,4 +1,4 @@
-"""The sizes of an engine: its settings, and the sizes that follow for a model."""
+"""The sizes of an engine: its settings, and the sizes that follow from them for a model."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Drafter
+from mtpjax.messages import require
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import data_size, platform_of
@@ -18,30 +19,31 @@ class EngineSettings:
 
     Attributes:
         num_slots: maximum number of running requests.
-        max_length: maximum tokens of a text, prompt included; None: the model's `max_position_embeddings`, which also
-            caps it.
+        max_length: maximum number of tokens in a text, including the prompt; None: the model's
+            `max_position_embeddings`, which also caps it.
         page_size: positions per page.
-        num_pages: pages of the pool; None: enough for every slot at `max_length`.
-        prefill_tokens: maximum prompt tokens of one call; None: four chunks.
+        num_pages: pages in the pool; None: enough for a text of `max_length` in every slot.
+        prefill_tokens: maximum prompt tokens per call; None: four chunks.
         rounds_per_call: decoding rounds per call; 1 while a request waits or a prompt is processed. More rounds hide
             more of the host's work.
         disable_drafts_at: number of decoding rows at which drafting stops; None: never.
-        adapts_depth: each call drafts the number of levels, up to `num_steps`, with the most expected tokens per
-            second.
+        adapts_depth: each call uses the number of draft levels, up to `num_steps`, that is expected to give the most
+            tokens per second.
         depth_costs: for `adapts_depth`: durations of a round at depths 0..num_steps, for each of `batch_sizes`; None:
             measured at the start.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
-        max_waiting: maximum number of requests in the queue, besides one per slot.
+        max_waiting: maximum number of requests in the queue, in addition to one per slot.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: a request that has not ended this long after its arrival ends with "timeout"; None: no limit.
         max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
         shares_prefixes: requests with a common prefix share pages.
-        num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests of such models share nothing.
-            None: four per slot. No effect on other models.
+        num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests to such models share no
+            prefixes. None: four per slot. No effect on other models.
         host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. One device only.
-        rebalance_experts_every: ticks between placements of the experts on a mesh that shards them, by how often texts
-            choose them; None disables it. The parameters have placements (`place_all_layers`), and the engine then owns
-            them: it deletes arrays of experts that it has moved.
+        rebalance_experts_every: ticks between new placements of the experts, which follow how often texts choose each
+            expert, on a mesh that shards them; None disables it. The parameters must have placements
+            (`place_all_layers`), and the engine takes ownership of them: it deletes the arrays of experts that it has
+            moved.
     """
 
     num_slots: int = 8
@@ -70,16 +72,18 @@ class EngineSizes:
 
     Attributes:
         decoder: the decoder of the deepest round, with the size of the pool.
-        num_shards: shards of the mesh's `data`. Each has its own slots and pages.
+        num_shards: shards of the mesh's `data` axis. Each has its own slots and pages.
         shard_slots: slots of a shard.
         shard_pages: pages of a shard.
-        shard_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without them.
-        max_length: maximum tokens of a text, prompt included.
+        shard_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without such
+            layers.
+        max_length: maximum number of tokens in a text, including the prompt.
         capacity: tokens per row that the state has room for.
-        depths: numbers of draft levels of calls, the deepest first; a request may decode without drafts.
+        depths: numbers of draft levels that calls use, the deepest first; 0 is one of them, because a request may
+            decode without drafts.
         batch_sizes: numbers of rows that programs are compiled for, ascending.
-        min_rows: for each of `batch_sizes`, the minimum number of token rows of a forward pass.
-        prefill_sizes: as `batch_sizes`, for prompts.
+        min_rows: for each of `batch_sizes`, the minimum number of token rows in a forward pass.
+        prefill_sizes: the same as `batch_sizes`, for prefill calls.
         table_widths: numbers of pages per row that programs are compiled for, ascending.
     """
 
@@ -98,7 +102,7 @@ class EngineSizes:
 
     @property
     def max_pages(self) -> int:
-        """Pages of the longest text."""
+        """Pages that the longest text needs."""
         return self.decoder.num_pages_of(self.max_length)
 
 
@@ -109,24 +113,23 @@ def resolve_sizes(
 
     Args:
         settings: the requested sizes.
-        config: settings of every request.
+        config: settings that all requests share.
         drafter: the draft method of `config`.
         model: the model, fitted to the mesh.
         mesh: mesh of the parameters; None: one device.
-        limit: maximum tokens of a text that the model allows.
+        limit: maximum number of tokens in a text that the model allows.
 
     Raises:
-        ValueError: for sizes below their minimum, that contradict each other, or that the mesh does not divide.
+        ValueError: sizes are below their minimum, contradict each other, or cannot be divided over the mesh.
     """
     sizes_from_1 = ("num_slots", "page_size", "num_pages", "prefill_tokens", "rounds_per_call", "max_waiting")
     for name in (*sizes_from_1, "rebalance_experts_every"):
         value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
     # 1. The rows of a call.
     num_shards = data_size(mesh)
     if settings.num_slots % num_shards:
-        raise ValueError(f"num_slots must be a multiple of data = {num_shards}, got {settings.num_slots}")
+        raise ValueError(f"num_slots must be a multiple of {num_shards} (mesh data), got {settings.num_slots}")
     shard_slots = settings.num_slots // num_shards
     batch_sizes = settings.batch_sizes or powers_of(4, shard_slots)
     if batch_sizes[-1] < shard_slots or list(batch_sizes) != sorted(set(batch_sizes)):
@@ -137,17 +140,15 @@ def resolve_sizes(
     _check_changing_depth(settings, config, decoder)
     # 2. The pool.
     max_length = limit if settings.max_length is None else min(settings.max_length, limit)
-    if max_length < 2:
-        raise ValueError(f"max_length must be at least 2, got {max_length}")
+    require(max_length >= 2, f"max_length must be at least 2, got {max_length}")
     max_pages = decoder.num_pages_of(max_length)
     num_pages = settings.num_pages or max_pages * settings.num_slots
-    if num_pages % num_shards:
-        raise ValueError(f"num_pages must be a multiple of data = {num_shards}, got {num_pages}")
+    require(num_pages % num_shards == 0, f"num_pages must be a multiple of {num_shards} (mesh data), got {num_pages}")
     num_snapshots = 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots
     if not settings.shares_prefixes or not has_recurrent_layers(model.config):
         num_snapshots = 0
     if num_snapshots < 0 or num_snapshots % num_shards:
-        raise ValueError(f"num_snapshots must be a multiple of data = {num_shards}, at least 0, got {num_snapshots}")
+        raise ValueError(f"num_snapshots must be 0 or a multiple of {num_shards} (mesh data), got {num_snapshots}")
     # 3. The depths.
     num_steps = decoder.spec.num_steps
     depths = (num_steps, 0) if num_steps else (0,)
@@ -156,7 +157,7 @@ def resolve_sizes(
     costs = settings.depth_costs
     if costs is not None and [len(each) for each in costs] != [num_steps + 1] * len(batch_sizes):
         raise ValueError(f"depth_costs must have {num_steps + 1} durations for each of batch_sizes {batch_sizes}")
-    # 4. A call processes a chunk of each of some prompts.
+    # 4. A prefill call processes one chunk each of several prompts.
     chunk = decoder.spec.prefill_chunk
     prefill_rows = min((settings.prefill_tokens or 4 * chunk) // chunk, shard_slots)
     return EngineSizes(
@@ -178,7 +179,7 @@ def resolve_sizes(
 def _make_decoder(
     settings: EngineSettings, config: DecodeConfig, drafter: Drafter, model: MTPModel, mesh: Mesh | None, min_rows: int
 ) -> Decoder:
-    """Makes the decoder of an engine, whose pool has a single page."""
+    """Makes the decoder of an engine, with a pool of a single page."""
     # Requests may use any sampling option, so only the explicit rule "greedy" makes all rows greedy.
     is_greedy, max_length = config.acceptance == "greedy", config.max_length or model.config.max_position_embeddings
     decoder = Decoder.make(
@@ -200,11 +201,10 @@ def _check_changing_depth(settings: EngineSettings, config: DecodeConfig, decode
     """Raises `ValueError` if the depth depends on load or acceptance, and the settings do not allow that."""
     if settings.disable_drafts_at is None and not settings.adapts_depth:
         return
-    if config.topk > 1:
-        raise ValueError("draft levels can adapt to load or acceptance only for chains: set topk to 1")
+    require(config.topk <= 1, "draft levels can adapt to load or acceptance only for chains: set topk to 1")
     if decoder.spec.is_ratio_rule:
         raise ValueError(
-            f"under acceptance '{decoder.spec.rule}' the text of a seed depends on the number of drafts, which would "
+            f"under acceptance '{decoder.spec.rule}' the text for a seed depends on the number of drafts, which would "
             "depend on other requests: set acceptance to 'sample' or 'greedy'"
         )
     if settings.adapts_depth and config.num_steps:
@@ -228,7 +228,7 @@ def powers_of(base: int, largest: int) -> tuple[int, ...]:
 
 
 def fractions_of(base: int, largest: int, smallest: int) -> tuple[int, ...]:
-    """Returns `largest`, `largest / base`, ... (rounded up) down to `smallest`, in rising order."""
+    """Returns `largest`, `largest / base`, ... (rounded up) down to `smallest`, in ascending order."""
     sizes = [largest]
     while -(-sizes[-1] // base) >= smallest:
         sizes.append(-(-sizes[-1] // base))

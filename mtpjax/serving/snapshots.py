@@ -22,8 +22,8 @@ from mtpjax.models.decoding_layout import constrain_state, run_on_shards
 from mtpjax.models.parallel import first_row
 from mtpjax.models.view import Entries
 
-NO_ROW = 2**30  # of a shard without a copy: reads any row, writes none
-States = tuple[Entries, ...]  # of each recurrent layer: [rows, ...] per array
+NO_ROW = 2**30  # for a shard without a copy: reads any row, writes none
+States = tuple[Entries, ...]  # for each recurrent layer: [rows, ...] per array
 
 
 class SnapshotRows:
@@ -83,7 +83,7 @@ class SnapshotRows:
 
 
 def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh | None) -> States:
-    """Makes zero-filled snapshots of `num_rows` rows of all shards together, sharded like the state."""
+    """Makes zero-filled snapshots with `num_rows` rows in total over all shards, sharded like the state."""
     shapes = jax.eval_shape(recurrent_entries, trunk)
 
     def zeros() -> States:
@@ -97,10 +97,10 @@ def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh
 def copy_rows(
     arrays: tuple[States, States], sources: jax.Array, targets: jax.Array, *, config: ModelConfig
 ) -> tuple[States, States]:
-    """Copies one row of each shard: from the state to its snapshots, or back.
+    """Copies one row per shard: from the state to its snapshots, or back.
 
-    `arrays` are where the rows come from and where they go; donated, and returned. `sources` and `targets` are `[P]`
-    int32 rows of the first and the second; `NO_ROW` as a target copies nothing.
+    `arrays` holds the states to read from and those to write to; both are donated, and returned. `sources` and
+    `targets` are `[P]` int32 rows in the first and the second; `NO_ROW` as a target copies nothing.
     """
 
     def copy_shard(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):

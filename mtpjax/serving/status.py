@@ -11,19 +11,19 @@ class EngineStatus:
     Attributes:
         num_running: requests in slots, including prefill.
         num_waiting: requests in the queue.
-        num_slots: maximum requests that run at the same time.
+        num_slots: maximum number of running requests.
         num_used_pages: pages of running requests.
         page_size: positions per page.
         num_prompt_tokens: tokens of prompts that were prefilled or found in the prefix cache.
-        num_cached_tokens: prompt tokens that were found.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
         num_new_tokens: tokens delivered.
         num_requests: requests that ended.
-        num_aborted: requests that were aborted, or ran out of time.
+        num_aborted: requests that were aborted or timed out.
         num_failed: requests that ended with an error.
         num_nan_logits: requests that ended because the model computed NaN.
         num_preempted: times that a request gave up its pages and waited again.
         num_received_pages: pages of the prefix cache that came from a prefill server.
-        num_ticks: ticks of the scheduler that called the device.
+        num_ticks: scheduler iterations that called the device.
         num_steps: verification passes of all rows.
         proposed: per draft level, passes that drafted it.
         accepted: per draft level, passes that accepted it.
@@ -63,7 +63,7 @@ class EngineStatus:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per verification pass, including the bonus token; nan without passes."""
+        """Mean tokens per verification pass, including the bonus token; nan if there were no passes."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
     @property
@@ -89,7 +89,7 @@ class EngineStatus:
 
     @property
     def accept_rate(self) -> float:
-        """Accepted drafts per proposed draft; nan without drafts."""
+        """Accepted drafts per proposed draft; nan if there were no drafts."""
         return self.num_accepted / (self.num_proposed or math.nan)
 
     @property

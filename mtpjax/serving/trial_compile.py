@@ -13,26 +13,27 @@ import signal
 import sys
 
 MAX_WALL_SECONDS = 60.0  # for a process that gets little CPU time or is stopped
-MAX_MEMORY = 2 << 30  # bytes of address space (macOS does not enforce this; time bounds it there)
+MAX_MEMORY = 2 << 30  # bytes of address space (not enforced on macOS, where only the time limits apply)
 
 
 class TrialCompile:
-    """Compiles grammars under limits, and forgets the results. May be called from any thread."""
+    """Compiles grammars under limits, and discards the results. May be called from any thread."""
 
     def __init__(self):
         self._workers: list = []
-        self._idle: list = []  # those that are idle
+        self._idle: list = []
 
     def __call__(self, grammar: str, limits: dict[str, int], seconds: float) -> None:
-        """Compiles a grammar. Does not report errors in it: compiling it again will.
+        """Compiles a grammar. Errors in it are not reported here, but when the caller compiles it again.
 
         Args:
             grammar: from `llguidance.LLMatcher.grammar_from_json_schema` or `grammar_from_regex`.
-            limits: of `llguidance.LLParserLimits`.
-            seconds: of CPU time that it may take.
+            limits: arguments of `llguidance.LLParserLimits`.
+            seconds: CPU time that it may take.
 
         Raises:
-            WorkerEnded: it exceeds a limit. The code is -SIGPROF for that of time, and None for that of the clock.
+            WorkerEnded: it exceeds a limit. The code is -SIGPROF for the CPU time limit, and None for the wall-clock
+                limit.
         """
         from mtpjax.worker_process import WorkerProcess
 
@@ -42,9 +43,8 @@ class TrialCompile:
             worker = WorkerProcess(__file__)
             self._workers.append(worker)
         try:
-            worker.ask(
-                [json.dumps({"grammar": grammar, "limits": limits, "seconds": seconds}).encode()], MAX_WALL_SECONDS
-            )
+            request = {"grammar": grammar, "limits": limits, "seconds": seconds}
+            worker.ask([json.dumps(request).encode()], MAX_WALL_SECONDS)
         finally:
             self._idle.append(worker)
 
@@ -60,11 +60,11 @@ class TrialCompile:
 
 
 def _serve() -> None:
-    """Reads a grammar with limits from each line of standard input, and writes a line for each."""
+    """Reads a grammar and its limits from each line of standard input, and answers each with a line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import llguidance
 
-    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
+    with contextlib.suppress(ValueError, OSError):  # the platform lacks this limit, or a lower limit is in force
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:

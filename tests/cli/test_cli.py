@@ -140,7 +140,7 @@ def test_generate_says_where_a_text_leaves_plain_decoding(
     monkeypatch.setattr("mtpjax.serving.offline.complete", altered)
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
     assert exit_code(arguments) == code
-    where = "prompt 1 differs from new token 4 on, where the trunk's logits of the two tokens are"
+    where = "prompt 1 differs from new token 4 on, where the trunk's logits for the two tokens are"
     assert f"identical to plain decoding: {verdict}{where}" in capsys.readouterr().err
 
 
@@ -204,7 +204,8 @@ def test_a_text_that_the_model_s_positions_cut_is_told(capsys):
         warn_of_limit(prompts, config, 128)
         assert not capsys.readouterr().err
     warn_of_limit(prompts, DecodeConfig(max_new_tokens=99), 128)
-    assert "30 tokens and --max-new-tokens 99 exceed the model's 128 positions" in (told := capsys.readouterr().err)
+    told = capsys.readouterr().err
+    assert "30 tokens and --max-new-tokens 99 exceed the model's maximum length of 128 tokens" in told
     assert told.endswith("at most 98 new tokens\n")
 
 

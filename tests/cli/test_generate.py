@@ -179,7 +179,7 @@ def test_a_file_of_json_lines_gives_its_prompts_and_ids(run, tmp_path):
         (["--prompts", "EMPTY"], "contains no prompt, only white space"),
         (["--prompts", "BINARY"], "line 2 is not UTF-8 text"),
         (["--prompts", "-"], "--prompt - reads one prompt from standard input"),
-        (["--prompt", "-", "--prompt", "-"], "--prompt - is given twice"),
+        (["--prompt", "-", "--prompt", "-"], "--prompt - is repeated"),
         (["--prompt", "x", "--stop", ""], "--stop must not be empty"),
         (["--prompt", "x", "--logprobs", "21"], "--logprobs must be within 0..20, got 21"),
         (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),

@@ -146,9 +146,9 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (
             ["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "x"],
             2,
-            "NGRAM has no files",
+            "NGRAM uses no drafter files",
         ),
-        (["--nnodes", "2", "--speculative-draft-model-path", "x"], 2, "needs a server in one process"),
+        (["--nnodes", "2", "--speculative-draft-model-path", "x"], 2, "needs a single-process server"),
         (["--tp-size", "8", "--ep-size", "3"], 2, "--ep-size (3) must divide --tp-size (8)"),
         (["--enable-eplb"], 2, "--enable-eplb needs experts sharded over several devices"),
         (["--enable-eplb", "--mesh", "expert=2"], 2, "the model has no routed experts"),
@@ -254,7 +254,7 @@ def test_a_context_beyond_the_model_is_told_with_both_numbers(length, small, cap
     if length is None or length <= 256:
         assert not messages
     else:
-        assert f"--context-length {length} is more than the 256 positions of the model" in messages[0]
+        assert f"--context-length {length} exceeds the model's maximum length of 256 tokens" in messages[0]
         assert "a text has at most 256 tokens" in messages[0]
 
 

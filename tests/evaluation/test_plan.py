@@ -210,7 +210,7 @@ def test_the_longest_context_leaves_room_for_the_drafts():
         (["--num-steps", "-1"], "--num-steps must be at least 0, got -1"),
         (["--accept-length", "5"], "accept_length must be within 1..2 with 1 draft levels, got 5.0"),
         (["--mesh", "tensor=3", "--count", "3"], "tensor=3 of the mesh does not divide vocab_size 256"),
-        (["--mesh", "tensor=4"], "--mesh tensor=4 must cover 8 GPUs"),
+        (["--mesh", "tensor=4"], "--mesh tensor=4: data * expert * tensor must be 8"),
         (["--compile", "--device", "h200"], "--compile compiles for H100s, not for h200"),
     ],
 )

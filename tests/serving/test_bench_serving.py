@@ -300,7 +300,7 @@ def test_wrong_settings_are_one_line(server, flags, message, capsys):
     [
         (("--port", "9"), "no server answers at http://127.0.0.1:9"),
         (("--port", "99999"), "Port out of range"),
-        (("--base-url", "localhost:9"), "starts with http:// or https://"),
+        (("--base-url", "localhost:9"), "must start with http:// or https://"),
     ],
 )
 def test_no_server_is_one_line(flags, message, capsys):

@@ -101,7 +101,7 @@ def test_sizes_of_the_costs_are_checked(small):
     settings = dataclasses.replace(SETTINGS, depth_costs=((1.0, 1.5),))
     with pytest.raises(ValueError, match="depth_costs must have 3 durations"):
         Executor(EngineSession(params, model=model, config=CONFIG, settings=settings))
-    with pytest.raises(ValueError, match="acceptance 'block' the text of a seed depends"):
+    with pytest.raises(ValueError, match="acceptance 'block' the text for a seed depends"):
         Executor(
             EngineSession(params, model=model, config=dataclasses.replace(CONFIG, acceptance="auto"), settings=SETTINGS)
         )

@@ -188,7 +188,7 @@ def test_a_depth_that_follows_the_load_changes_no_text(engines):
 def test_depth_by_load_needs_a_rule_whose_text_does_not_depend_on_it(small):
     model, params = small("grouped")
     settings = dataclasses.replace(ONE_SIZE, disable_drafts_at=3)
-    with pytest.raises(ValueError, match="acceptance 'block' the text of a seed depends"):
+    with pytest.raises(ValueError, match="acceptance 'block' the text for a seed depends"):
         Engine(params, model=model, config=CONFIG, settings=settings)
 
 

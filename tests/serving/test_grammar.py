@@ -373,8 +373,8 @@ def test_rows_without_grammars_run_programs_without_masks(engines, monkeypatch):
     ("fields", "message"),
     [
         ({"stop_token_ids": ()}, "ends with the end token"),
-        ({"sampling": SamplingParams(min_new_tokens=3)}, "a grammar excludes min_new_tokens"),
-        ({"sampling": SamplingParams(banned_tokens=(97,))}, "a grammar excludes"),
+        ({"sampling": SamplingParams(min_new_tokens=3)}, "a grammar cannot be combined with min_new_tokens"),
+        ({"sampling": SamplingParams(banned_tokens=(97,))}, "a grammar cannot be combined with"),
     ],
 )
 def test_options_that_contradict_a_grammar_are_refused(engines, fields, message):
@@ -431,7 +431,7 @@ def test_a_wrong_grammar_is_refused_in_one_line(kind, source, message):
 def test_a_limit_of_alternatives_is_told_with_its_numbers_and_no_mask_stays_open():
     properties = {f"p{index}": {"type": "integer"} for index in range(600)}
     grammar = GRAMMARS.compile("json_schema", json.dumps({"type": "object", "properties": properties}))
-    message = "it allows 24.. alternatives at one place, more than 2000; an object has about four for each"
+    message = "it allows 24.. alternatives at one point, more than 2000; an object has about four for each"
     with pytest.raises(GrammarError, match=message):
         grammar.start().consume(b"{")
     # A draft reaches the limit before the text does.

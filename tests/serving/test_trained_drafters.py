@@ -12,7 +12,7 @@ import pytest
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, compat
 from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.host_pages import page_bytes
+from mtpjax.serving.host_pages import page_bytes, page_shapes
 from mtpjax.serving.launch import page_bytes as expected_page_bytes
 from mtpjax.serving.model_digest import model_digest
 from mtpjax.serving.request import Request
@@ -172,7 +172,7 @@ def test_pages_of_another_engine_are_those_of_its_own_prefill(kind):
     # Bytes that the pool is sized by, and that a page has.
     decoder = first._executor.session.decoder.replace(pool=(1, 8))
     size = expected_page_bytes(decoder, jnp.float32)
-    assert size == page_bytes(first._executor.session.state) == sum(array.nbytes for array in pages[0][1])
+    assert size == page_bytes(page_shapes(first._executor.session.state)) == sum(array.nbytes for array in pages[0][1])
     for engine in (first, second):
         assert engine.close(timeout=30)
 

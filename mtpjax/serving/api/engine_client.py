@@ -1,4 +1,4 @@
-"""The engine as the routes use it: its interface, the running requests, and their events in the event loop."""
+"""The engine as seen by the routes: its interface, the running requests, and their events in the event loop."""
 
 import asyncio
 import collections
@@ -16,9 +16,9 @@ class Engine(Protocol):
     """The interface of the engine. Its methods are thread-safe.
 
     Attributes:
-        max_length: maximum tokens of a text; a prompt has fewer.
-        max_requests: maximum requests that run and wait at the same time.
-        grammars: compiles the grammars of requests; None: requests have none.
+        max_length: maximum number of tokens in a text; a prompt must be shorter.
+        max_requests: maximum number of running and waiting requests.
+        grammars: compiles the grammars of requests; None: grammars are not supported.
         progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.
     """
 
@@ -49,11 +49,11 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ends a request for this reason. Ignores unknown ids."""
+        """Ends a request with this reason. Ignores unknown ids."""
         ...
 
     def score(self, tokens: Sequence[int], num_top: int) -> Scores:
-        """Returns the log-probabilities of a text; blocks."""
+        """Returns the log-probabilities of a text. Blocks until they are computed."""
         ...
 
     def status(self) -> EngineStatus: ...
@@ -100,8 +100,8 @@ class EngineClient:
 
     Attributes:
         is_stopping: new requests get 503.
-        running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is a client's key as
-            `RequestGuard` gives it, so clients with different keys may use the same name.
+        running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is the digest of a
+            client's key (`owner_of`), so clients with different keys may use the same name.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer):
@@ -117,7 +117,7 @@ class EngineClient:
         return self._mailbox
 
     def abort(self, name: str | None = None, owner: bytes | None = None) -> int:
-        """Aborts running requests, optionally only those of a name or an owner. Returns the number of aborted texts."""
+        """Aborts running requests, optionally only those of this name or owner; returns how many texts were aborted."""
         chosen = [ids for key, ids in self.running.items() if owner in (None, key[0]) and name in (None, key[1])]
         ids = [request_id for each in chosen for request_id in each]
         for request_id in ids:

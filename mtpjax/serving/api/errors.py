@@ -1,4 +1,4 @@
-"""Errors of the HTTP API, and the checks of JSON values that raise them.
+"""Errors of the HTTP API, and checks of JSON values that raise them.
 
 Errors have OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. A `Field` declares the check of a value
 and its JSON schema.
@@ -41,7 +41,7 @@ class ApiError(Exception):
         status: HTTP status code.
         param: the invalid field, such as "messages[0].content".
         code: a machine-readable code, such as "model_not_found".
-        headers: further headers of the response.
+        headers: additional response headers.
         retry_after: seconds after which the client may try again.
     """
 
@@ -103,7 +103,7 @@ class Field:
 
     Attributes:
         kind: "integer", "number", "boolean" or "string".
-        maximum: maximum value; of a string, the maximum length in characters.
+        maximum: maximum value; for a string, the maximum length in characters.
         is_above: `minimum` itself is not allowed.
     """
 
@@ -182,7 +182,7 @@ def check_text(value: Any, param: str, max_characters: int) -> str:
 
 
 def check_integer(value: Any, param: str) -> int:
-    """Returns an integer. Accepts 5.0, because JavaScript clients send it, but not true and "5"."""
+    """Returns an integer. Accepts 5.0, because JavaScript clients send it, but not true or "5"."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -197,7 +197,7 @@ def check_list(value: Any, param: str, max_items: int) -> list[Any]:
 
 
 def check_tokens(values: list[Any], param: str, vocab_size: int) -> list[int]:
-    # A body may hold millions: the usual case takes a few passes in C.
+    # A body may hold millions of tokens, so the usual case takes only a few passes in C.
     if values and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocab_size:
         return values
     return [check_token(value, param, vocab_size) for value in values]

@@ -13,7 +13,7 @@ from mtpjax.serving.api.errors import ApiError, log_fault, require, shutting_dow
 from mtpjax.serving.api.text_stream import Span, TextStream
 from mtpjax.serving.request import Delta, Finish, Request
 
-BYTES_PER_TOKEN = 96  # of a token, its draft level and its log-probability as Python objects in lists
+BYTES_PER_TOKEN = 96  # a token, its draft level and its log-probability, as Python objects in lists
 MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
 
 
@@ -43,9 +43,9 @@ class Choice:
     """One text during its generation.
 
     Attributes:
-        index: its index among the texts of the HTTP request.
-        tokens: new tokens so far, without those after a stop string.
-        logprobs: of `tokens`, if requested.
+        index: its index among the HTTP request's texts.
+        tokens: new tokens so far, excluding tokens after a stop string.
+        logprobs: log-probabilities of `tokens`, if requested.
         finish: how it ended; None while it is running.
     """
 
@@ -80,12 +80,12 @@ class Generation:
         client: the engine and the running requests.
         jobs: the texts.
         name: the HTTP request's id.
-        owner: whose request it is, as in `EngineClient.running`.
+        owner: the client that sent the request, as in `EngineClient.running`.
         max_bytes: maximum size of undelivered tokens; a stream's client may read too slowly.
 
     Raises:
-        ApiError: the engine rejects a request, or the server stops. Then no request runs.
-        QueueFull: the queue is full. Then no request runs.
+        ApiError: the engine rejects a request, or the server is stopping. No request runs then.
+        QueueFull: the queue is full. No request runs then.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Generation:
         if client.is_stopping:
             raise shutting_down()
         self._key, self._client = (owner, name), client
-        require(self._key not in client.running, "a request with this rid is running", param="rid")
+        require(self._key not in client.running, "a request with this rid is already running", param="rid")
         self.started = time.monotonic()
         self._max_bytes = max_bytes
         self._mailbox = client.mailbox()

@@ -1,4 +1,4 @@
-"""The grammar of a request, under the names of OpenAI, SGLang and vLLM."""
+"""Reads the grammar of a request, under the field names of OpenAI, SGLang and vLLM."""
 
 import dataclasses
 import json
@@ -7,13 +7,13 @@ from typing import Any
 from mtpjax.serving.api.errors import ApiError, Body, check_text, require, unsupported
 from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarKind
 
-ANY_JSON = "$$ANY$$"  # SGLang's schema of any JSON value
+ANY_JSON = "$$ANY$$"  # SGLang's schema for any JSON value
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 
 
 @dataclasses.dataclass(frozen=True)
 class GrammarField:
-    """A grammar that is not compiled yet, and the field that gave it, for messages."""
+    """A grammar that is not compiled yet, and the field that it came from, for messages."""
 
     kind: GrammarKind
     source: str
@@ -21,15 +21,15 @@ class GrammarField:
 
 
 def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
-    """Reads the grammar of a request; None if it has none.
+    """Reads the grammar of a request; None if no field sets one.
 
     Args:
-        *bodies: JSON objects whose fields may give a grammar, each with the prefix of its field names in messages.
+        *bodies: JSON objects whose fields may set a grammar, each with the prefix for its field names in messages.
 
     Raises:
         ApiError: a value is invalid, or there are several grammars.
     """
-    # Clients of three APIs name a grammar in different fields: find all of them, and allow one.
+    # The three APIs use different fields for a grammar: find all that are set, and allow only one.
     found = [
         grammar
         for body, prefix in bodies
@@ -42,7 +42,7 @@ def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
 
 
 def _read_schema(value: Any, param: str) -> GrammarField:
-    """Reads a JSON schema: an object, true, or its text."""
+    """Reads a JSON schema: an object, true, or JSON text."""
     if value == ANY_JSON or value is True:
         value = "true"
     elif isinstance(value, dict):
@@ -73,12 +73,12 @@ def _read_structured_outputs(value: Any, param: str) -> GrammarField | None:
     """Reads vLLM's object with a key for each kind of grammar."""
     readers = {"json": _read_schema, "regex": _read_regex}
     given = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
-    # "json_object" is short for the schema of any object.
+    # "json_object" is short for a schema that allows any object.
     if given.get("json_object") is True:
         given = {**given, "json": {"type": "object"}}
     unknown = [name for name in given if name not in (*readers, "json_object")]
     if not isinstance(value, dict) or unknown or len(given.keys() & readers) != 1:
-        raise unsupported(f"{param} must have json, regex or json_object", param)
+        raise unsupported(f"{param} must have exactly one of json, regex and json_object", param)
     return next(read(given[name], f"{param}.{name}") for name, read in readers.items() if name in given)
 
 

@@ -16,7 +16,7 @@ from mtpjax.serving.request import QueueFull
 from mtpjax.serving.request import Request as EngineRequest
 
 HEALTH_SECONDS = 20.0  # within which a device that has work must return a result; SGLang's limit
-IDLE_HEALTH_SECONDS = 20.0  # the same for the token of `/health_generate`
+IDLE_HEALTH_SECONDS = 20.0  # time limit for the token that `/health_generate` requests
 
 
 def health_router(server: ApiServer) -> APIRouter:
@@ -60,7 +60,7 @@ def health_router(server: ApiServer) -> APIRouter:
             with Generation(server.client, [job], new_id("health")) as generation:
                 await generation.run()
 
-        # Others may have come first.
+        # Other requests may be ahead in the queue.
         with contextlib.suppress(TimeoutError, QueueFull):
             async with asyncio.timeout(IDLE_HEALTH_SECONDS):
                 await run_while_connected(request, make_token())

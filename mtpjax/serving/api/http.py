@@ -1,4 +1,4 @@
-"""HTTP below the routes: keys, body limits, disconnecting clients, event streams, and error responses."""
+"""The HTTP layer below the routes: keys, body limits, disconnects, event streams, and error responses."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ from mtpjax.serving.api.errors import ApiError, log_fault, require
 from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.request import QueueFull
 
-PART_BYTES = 1 << 16  # of a body that is kept in parts
-CHECKS_PER_TIMEOUT = 4  # of a stream's writes
+PART_BYTES = 1 << 16  # minimum size of the parts in which a body is kept
+CHECKS_PER_TIMEOUT = 4  # how often a stream's write is checked during its timeout
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class RequestGuard:
     """Middleware around all routes: checks framing and keys, and converts unexpected exceptions to 500 responses.
 
-    - Requests with an ambiguous end get 400: a proxy may read the same bytes as a different request.
+    - Requests with an ambiguous length get 400: a proxy may read the same bytes as a different request.
     - Requests without a valid key get 401, before anything else reads them.
     - After an exception, the connection stays open. A handler of `Exception` would close it: Starlette raises the
       exception again after its response, and uvicorn then closes the connection, which may already carry the client's
@@ -38,10 +38,8 @@ class RequestGuard:
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
         self._app, self._open_paths = app, settings.open_paths
-        self._digests, self._admin_digests = (
-            [hashlib.sha256(key.encode()).digest() for key in keys]
-            for keys in (settings.api_keys, settings.admin_api_keys)
-        )
+        digests = lambda keys: [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests, self._admin_digests = digests(settings.api_keys), digests(settings.admin_api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,11 +68,9 @@ class RequestGuard:
         if not (self._digests or self._admin_digests):
             return None
         digest = _bearer_digest(scope)
-        # Compare with every key, so that the time reveals nothing about any of them.
-        is_user, is_admin = (
-            sum(hmac.compare_digest(digest, known) for known in digests) > 0
-            for digests in (self._digests, self._admin_digests)
-        )
+        # Compare with every key, so that the response time reveals nothing about any key.
+        is_one_of = lambda digests: sum(hmac.compare_digest(digest, known) for known in digests) > 0
+        is_user, is_admin = is_one_of(self._digests), is_one_of(self._admin_digests)
         is_known = is_user or is_admin
         if self._digests and not is_known and scope["path"] not in self._open_paths:
             return _invalid_key("API key")
@@ -90,12 +86,12 @@ def owner_of(request: Request) -> bytes:
 
 
 def client_of(request: Request) -> Hashable:
-    """Returns the client for taking turns: its key, or without one its address."""
+    """Identifies the client for fair scheduling: by its key, or by its address if it sends no key."""
     return owner_of(request) or (request.client and request.client.host)
 
 
 def check_admin(request: Request, settings: ApiSettings) -> None:
-    """Raises ApiError if there are admin keys and the request has none: 403 with an ordinary key, else 401."""
+    """Raises ApiError if the server has admin keys and the request sends none: 403 with an ordinary key, else 401."""
     if not settings.admin_api_keys or request.scope["is_admin"]:
         return
     if not request.scope["has_key"]:
@@ -104,9 +100,9 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Rejects requests from web pages of other sites, for routes without a body, which browsers allow.
+    """Rejects requests from other sites' web pages. Only routes without a body need it: browsers block the others.
 
-    A page of another site can use a host name that resolves to this machine, so a page without a key passes only if its
+    A different site can use a host name that resolves to this machine, so a page without a key passes only if its
     origin is this server by IP address or as localhost. Raises ApiError with 403.
     """
     origin = request.headers.get("origin")
@@ -130,7 +126,7 @@ def _invalid_key(kind: str) -> ApiError:
 
 
 def _bearer_digest(scope: Scope) -> bytes:
-    """Returns the digest of a request's key, or b"" if it gives none or several."""
+    """Returns the digest of a request's key, or b"" if it sends no key or several."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
     return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else b""
@@ -164,7 +160,7 @@ async def read_parts(request: Request, max_bytes: int, seconds: float) -> list[b
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 15 or int(length) > max_bytes):
         raise too_large
-    # A chunked body has no length: count. Its chunks may be of one byte each, and are then joined.
+    # A chunked body does not declare its length, so count its bytes. Its chunks may be tiny, so join them.
     parts: list[bytes] = []
     tail, num_bytes = bytearray(), 0
     try:
@@ -218,7 +214,7 @@ class EventStream(Response):
         writer = asyncio.ensure_future(self._write(send))
         watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            # A timer per event would cost more than the event, so look from time to time.
+            # A timer per event would cost more than the event, so check at intervals.
             while not (writer.done() or watcher.done() or self._is_late()):
                 tasks, interval = {writer, watcher}, self._write_timeout / CHECKS_PER_TIMEOUT
                 await asyncio.wait(tasks, timeout=interval, return_when=asyncio.FIRST_COMPLETED)
@@ -258,7 +254,7 @@ class EventStream(Response):
 
 
 async def error_handler(request: Request, error: Exception) -> Response:
-    """Converts an exception that a route raises on purpose."""
+    """Converts an exception that a route raises on purpose to a response."""
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, QueueFull):

@@ -15,7 +15,7 @@ class TokenScores:
     """Finite log-probabilities of a text's tokens.
 
     Attributes:
-        logprobs: of each token; None for the first token of a text.
+        logprobs: log-probability of each token; None for the first token of a text.
         alternatives: per token, the most likely ids at its position and their log-probabilities, descending.
     """
 
@@ -45,7 +45,7 @@ async def score_choice(
 
 
 class TextOffsets:
-    """Gives each token's offset in the text, in characters. A stream keeps one for each text."""
+    """Computes each token's offset in the text, in characters. A stream keeps a `TextOffsets` for each text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._decoder, self._length = tokenizer.incremental_decoder(prompt), 0
@@ -63,7 +63,7 @@ def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: Text
     text_of = _token_texts(tokenizer)
     top = None
     if scores.alternatives is not None:
-        # Tokens of equal text share a key: the most likely one keeps it.
+        # Tokens with the same text share a key: the most likely one keeps it.
         rows = [[(text_of(token), logprob) for token, logprob in row] for row in scores.alternatives]
         top = [dict(reversed(row)) if row else None for row in rows]
     return {
@@ -80,7 +80,7 @@ def chat_logprobs(tokenizer: Tokenizer, scores: TokenScores) -> dict[str, Any]:
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         text = text_of(token)
-        # A part of a character has no text, and its bytes are not known.
+        # A token that is part of a character has no text, and its bytes are unknown.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     alternatives: Iterable = scores.alternatives or [[]] * len(scores.tokens)

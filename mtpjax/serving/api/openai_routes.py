@@ -18,7 +18,7 @@ from mtpjax.serving.api.usage import speculation, usage
 
 
 class OpenAIReply(Reply):
-    """Responses of completions and chats. A completion repeats the `texts` of its prompts, if there are any."""
+    """Responses to completions and chats. A completion repeats `texts`, the texts of its prompts, if there are any."""
 
     def __init__(
         self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_chat: bool, texts: tuple[str, ...]
@@ -74,7 +74,7 @@ class OpenAIReply(Reply):
     def _delta(
         self, choice: Choice, fields: dict[str, Any], update: Update | None = None, offsets: TextOffsets | None = None
     ) -> dict[str, Any]:
-        """Makes the choice of a chunk.
+        """Makes the choice in a chunk.
 
         With `return_draft_levels`, a choice with new text has `draft_levels`: the text of each token with the level of
         the draft that proposed it; 0 means that the trunk drew the token.
@@ -140,12 +140,12 @@ def openai_router(server: ApiServer) -> APIRouter:
 
     @router.post("/completions", openapi_extra=schemas.COMPLETION)
     async def complete(request: Request) -> Response:
-        """Continues texts. With `return_draft_levels`, a stream says which drafts the text comes from."""
+        """Continues texts. With `return_draft_levels`, a stream reports the draft level of each token."""
         return await respond(request, "completion")
 
     @router.post("/chat/completions", openapi_extra=schemas.CHAT)
     async def chat(request: Request) -> Response:
-        """Answers a conversation. With `return_draft_levels`, a stream says which drafts the text comes from."""
+        """Answers a conversation. With `return_draft_levels`, a stream reports the draft level of each token."""
         return await respond(request, "chat")
 
     async def respond(request: Request, kind: str) -> Response:
@@ -164,7 +164,7 @@ def openai_router(server: ApiServer) -> APIRouter:
 
 
 def _check_stream(values: dict[str, Any], param: str) -> None:
-    """Rejects the log-probabilities that a stream lacks: they need an additional pass over the whole text."""
+    """Rejects log-probabilities that a stream does not support: they need an additional pass over the whole text."""
     if not values["stream"]:
         return
     if values[param]:

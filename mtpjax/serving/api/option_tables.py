@@ -1,4 +1,4 @@
-"""Options of requests that make text, with ranges and defaults: `options` checks bodies, `schemas` describes them."""
+"""Options of generation requests, with ranges and defaults: `options` checks bodies, `schemas` describes them."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 512
-MAX_STOP_TOKENS = 32  # with those that end every text; the engine compares each new token with all of them
+MAX_STOP_TOKENS = 32  # including the model's end tokens; the engine compares each new token with all of them
 MAX_BIASES = 1024
 GREEDY_TEMPERATURE = 1e-5  # below, float32 logits divided by the temperature overflow
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -27,7 +27,7 @@ SAMPLING = {
     "ignore_eos": FLAG,
     "n": Field("integer", 1, 1, MAX_CHOICES),
 }
-# Those that `SamplingParams` takes unchanged.
+# Options that `SamplingParams` takes unchanged.
 SAME_NAMES = ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _SEED = Field("integer", None, -(2**63), 2**64 - 1)
 _TOKENS = Field("integer", None, 1)
@@ -45,7 +45,7 @@ _OPENAI = {
     "seed": _SEED,
     "stream": FLAG,
     "speculative": Field("boolean", default=True),
-    # In a stream: `draft_levels` in each choice, the new text by token with the level of the draft that proposed it.
+    # Adds `draft_levels` to each choice in a stream: the text of each new token, and the draft level that proposed it.
     "return_draft_levels": FLAG,
 }
 COMPLETION = {
@@ -80,7 +80,7 @@ ABORT = {"rid": NAME, "abort_all": FLAG}
 TOKENIZE = {
     "model": NAME,
     "add_generation_prompt": Field("boolean", default=True),
-    "add_special_tokens": ADD_SPECIAL_TOKENS,  # of a text; a template writes those of a conversation
+    "add_special_tokens": ADD_SPECIAL_TOKENS,  # for a text; in a conversation, the template writes them
     "reasoning_effort": NAME,
 }
 DETOKENIZE = {"model": NAME}

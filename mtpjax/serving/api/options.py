@@ -33,10 +33,10 @@ class Options:
     """The generation options of a request.
 
     Attributes:
-        max_new_tokens: maximum new tokens; None: as many as fit.
+        max_new_tokens: maximum number of new tokens; None: as many as fit.
         is_explicit: the request sets `max_new_tokens`, so that all of them must fit.
-        sampling: without a seed.
-        seed: of the first choice; each further choice adds 1.
+        sampling: the sampling parameters, without a seed.
+        seed: seed of the first choice; each further choice adds 1.
         stop: stop strings.
         stop_token_ids: tokens that end the text, including the model's end tokens.
         num_choices: texts per prompt.
@@ -66,25 +66,25 @@ class Options:
 
         Args:
             prompts: token ids.
-            limits: of the model and server.
+            limits: limits of the model and the server.
             salt: only requests with the same salt share pages.
             param: the field with the prompts, for messages.
             grammar: the compiled grammar.
 
         Raises:
-            ApiError: a text would be too long, or there are too many.
+            ApiError: a text would be too long, or there are too many texts.
         """
         num_texts = len(prompts) * self.num_choices
         texts = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
         if num_texts > limits.max_requests:
-            raise ApiError(f"a request may have {count_of(limits.max_requests, 'text')}, got {texts}", param="n")
+            raise ApiError(f"a request is limited to {count_of(limits.max_requests, 'text')}, got {texts}", param="n")
         # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
             message = (
                 f"the request has {texts}; the server holds at most {limits.max_queued} at the same time: send fewer"
             )
             raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
-        # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
+        # Each choice is a separate engine request, whose seed is one higher than the previous choice's.
         jobs = []
         for prompt in prompts:
             length = self._new_tokens(len(prompt), limits.max_length, param)
@@ -109,14 +109,14 @@ class Options:
         if left < 1 or (self.is_explicit and wanted > left):
             message = (
                 f"the prompt has {count_of(num_prompt_tokens, 'token')} and max_tokens is {wanted}, together "
-                f"{num_prompt_tokens + wanted}; the longest text has {max_length} tokens"
+                f"{num_prompt_tokens + wanted}; a text may have at most {max_length} tokens"
             )
             raise ApiError(message, param=param, code="context_length_exceeded")
         return min(wanted, left)
 
 
 def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str, Any], Options]:
-    """Checks the options of OpenAI's two routes. Returns field values and options; raises ApiError."""
+    """Checks the options of OpenAI's completions or chats. Returns field values and options; raises ApiError."""
     values = read_fields(tables.CHAT if is_chat else tables.COMPLETION, body)
     if is_chat:
         if values["top_logprobs"] and not values["logprobs"]:
@@ -208,7 +208,7 @@ def _shared_options(
     ends = () if values["ignore_eos"] else limits.eos_token_ids
     stop_ids = tuple(dict.fromkeys([*ends, *stop_ids]))
     if len(stop_ids) > tables.MAX_STOP_TOKENS:
-        message = f"{stop_ids_param} and the {len(ends)} end tokens of the model are more than {tables.MAX_STOP_TOKENS}"
+        message = f"{stop_ids_param} and the model's {len(ends)} end tokens are more than {tables.MAX_STOP_TOKENS}"
         raise ApiError(message, param=stop_ids_param)
     return {
         "sampling": sampling,

@@ -37,7 +37,7 @@ class TokenRate:
         self._samples: collections.deque[tuple[float, int]] = collections.deque()
 
     def read(self, now: float, num_tokens: int) -> float | None:
-        """Takes a sample of a monotonic clock and a token count. None until two samples are far enough apart."""
+        """Takes a token count and its monotonic time. Returns None until two samples are far enough apart."""
         while self._samples and self._samples[0][0] < now - RATE_SECONDS:
             self._samples.popleft()
         if not self._samples:

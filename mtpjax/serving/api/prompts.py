@@ -19,7 +19,7 @@ from mtpjax.serving.api.settings import Limits
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
-MAX_TOOLS = 128  # as OpenAI's API
+MAX_TOOLS = 128  # as in OpenAI's API
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields of a message that templates read, in addition to role and content.
 _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASONING_FIELDS)
@@ -29,7 +29,7 @@ _ROLE_LIST = ", ".join(ROLES)
 def read_prompts(
     tokenizer: Tokenizer, value: Any, param: str, limits: Limits, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Reads the prompts of a completion into token ids.
+    """Converts the prompts of a completion to token ids.
 
     Args:
         value: a text, a list of texts, a list of token ids, or a list of such lists.
@@ -37,7 +37,7 @@ def read_prompts(
         add_special_tokens: add the tokenizer's special tokens, such as a beginning-of-text token.
 
     Raises:
-        ApiError: the value has another form, is empty, or exceeds a limit.
+        ApiError: the value has a different form, is empty, or exceeds a limit.
     """
     require(value is not None, f"{param} is missing", param=param)
     if isinstance(value, str):
@@ -61,12 +61,12 @@ def read_prompts(
 def encode_text(tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     try:
         return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_plain(text)
-    except ValueError as error:  # the messages of tokenizers are written for users
+    except ValueError as error:  # tokenizers' messages are written for users
         raise ApiError(str(error), param=param) from error
 
 
 def read_chat(tokenizer: Tokenizer, body: Body, limits: Limits, *, add_generation_prompt: bool) -> list[int]:
-    """Reads the conversation of a chat into token ids. Raises ApiError, for example if the chat template rejects it."""
+    """Converts a chat's conversation to token ids. Raises ApiError, for example if the chat template rejects it."""
     require(body.get("messages") is not None, "messages is missing", param="messages")
     messages = check_list(body["messages"], "messages", MAX_MESSAGES)
     require(messages, "messages is empty", param="messages")
@@ -95,7 +95,7 @@ def _reasoning_effort(value: Any, variables: dict[str, Any], tokenizer: Tokenize
 
 
 class _Size:
-    """Counts the characters of all input of a chat template."""
+    """Counts the characters of a chat template's entire input."""
 
     def __init__(self, max_characters: int):
         self._max_characters, self._num_characters = max_characters, 0
@@ -122,7 +122,7 @@ def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
     require(isinstance(value, list), f"{param} mixes token ids and other values", param=param)
     if len(value) >= limits.max_length:
         given = count_of(len(value), "token")
-        message = f"{param} has {given}; the longest text has {limits.max_length} tokens, one of them new"
+        message = f"{param} has {given}; a text may have at most {limits.max_length}, including a new one"
         raise ApiError(message, param=param, code="context_length_exceeded")
     return check_tokens(value, param, limits.vocab_size)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Reads requests from standard input: a line with kind and size, then a body. Answers with a line of JSON each."""
+    """Reads requests from standard input: a line with kind and size, then a body. Writes one line of JSON for each."""
     # Ctrl-C reaches every process of the terminal; the server decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Other output must not be mistaken for an answer.
@@ -21,7 +21,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # Import this package, not an installed one.
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))
-    # Import before the limits, so that a low limit cannot fail here.
+    # Import before the limits are set, so that a low limit cannot make an import fail.
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401
 
@@ -29,14 +29,14 @@ def main() -> None:
 
     WORKER.render_here()
     reader: Any = None
-    limits: Any = None  # ReadLimits, as soon as there is a reader
+    limits: Any = None  # ReadLimits, once there is a reader
     source = sys.stdin.buffer
     while head := source.readline():
         kind, size = head.split()
         raw = source.read(int(size))
         source.readline()
         if kind == b"start":
-            # Imports the modules of the reader, before the memory is limited.
+            # Unpickling imports the reader's modules, before memory is limited.
             (reader, limits, niceness), answer = pickle.loads(raw), {}
             os.nice(niceness)
             _limit_memory(limits.memory)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
+    with contextlib.suppress(ValueError, OSError):  # the platform lacks this limit, or a lower limit is in force
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -76,7 +76,7 @@ def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
 
 
 def _memory_in_use() -> int:
-    """Returns the bytes of memory that this process has; without /proc, the maximum that it ever had."""
+    """Returns the resident memory of this process in bytes; without /proc, its peak."""
     with contextlib.suppress(OSError):
         # Not `ru_maxrss`: on Linux, children inherit the peak of a large parent.
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,8 +1,8 @@
-"""Reads request bodies outside the event loop, in a few processes, fairly between clients and within limits.
+"""Reads request bodies outside the event loop, in a few processes, with limits and fairness between clients.
 
-Parsing, checks, chat templates and tokenizing take time that grows with a body. A thread would hold Python's lock, and
-so block the event loop and the engine, during each of these steps; and a thread cannot be stopped. One process reads
-only small bodies, so that they never wait for large ones.
+Parsing, checks, chat templates and tokenizing take time that grows with the size of a body. A thread would hold
+Python's lock, and so block the event loop and the engine, during each of these steps; and a thread cannot be stopped.
+One process reads only small bodies, so that they never wait for large ones.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from mtpjax.serving.api.turns import ReadQueue
 from mtpjax.worker_process import WorkerEnded, WorkerProcess
 
 SMALL_BODY_BYTES = 1 << 14
-START_SECONDS = 60.0  # of a process: imports, and a tokenizer
-LARGE_NICENESS = 10  # of the processes for large bodies
+START_SECONDS = 60.0  # for a process to start: imports, and a tokenizer
+LARGE_NICENESS = 10  # niceness of the processes for large bodies
 _SCRIPT = str(pathlib.Path(__file__).with_name("reader_worker.py"))
 _MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends this way when memory runs out
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class ReadLimits:
     """Limits of one body.
 
     Attributes:
-        answer_seconds: time for an answer; a busy process ends itself earlier.
+        answer_seconds: time until an answer must arrive; a process that uses CPU time ends earlier.
         cpu_seconds: CPU time.
         memory: address space of a process, in bytes.
     """
@@ -52,11 +52,11 @@ class Readers:
 
     Args:
         reader: reads a body as `BodyReader.read` does; must be picklable if there are processes.
-        num_workers: processes, at least 2; 0: two threads of this process do the same.
-        limits: of one body, in a process.
+        num_workers: number of processes, at least 2; 0: two threads of this process do the same.
+        limits: limits for one body, in a process.
 
     Raises:
-        ValueError: there is one process, which would read small bodies after large ones.
+        ValueError: `num_workers` is 1: small bodies would wait for large ones.
     """
 
     def __init__(self, reader: Any, num_workers: int, limits: ReadLimits = ReadLimits()):
@@ -80,9 +80,9 @@ class Readers:
         """Reads a body when it is the client's turn.
 
         Args:
-            kind: of the request.
+            kind: kind of the request, a key of `reading.KINDS`.
             parts: the body. They are not joined here, because copying a large body would block the event loop.
-            client: whose request it is. Clients with many or large requests do not delay the others.
+            client: the client that sent the request. Clients with many or large requests do not delay other clients.
 
         Raises:
             ApiError: the body is invalid or exceeds a limit of time or memory, or too many requests wait.
@@ -146,7 +146,7 @@ class Readers:
 
 
 class _Thread:
-    """Reads in the calling thread: the plain twin of `_Process`."""
+    """Reads in the calling thread: the simple reference for `_Process`."""
 
     def __init__(self, reader: Any):
         self._reader = reader

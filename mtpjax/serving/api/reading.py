@@ -25,8 +25,8 @@ from mtpjax.serving.api.prompts import encode_text, read_chat, read_prompts
 from mtpjax.serving.api.reading_result import Reading
 from mtpjax.serving.api.settings import Limits
 
-MAX_VALUES = 1 << 17  # of JSON in a body, excluding the token ids of prompts
-MAX_OPTION_BYTES = 1 << 18  # of a body's JSON without prompts, messages and tools: a grammar may have 64 kB
+MAX_VALUES = 1 << 17  # JSON values in a body, excluding the token ids of prompts
+MAX_OPTION_BYTES = 1 << 18  # JSON in a body, excluding prompts, messages and tools; a grammar may take 64 kB
 # Fields that the event loop does not need; they have separate limits.
 _PROMPT_FIELDS = ("prompt", "text", "input_ids", "tokens")
 _READ_FIELDS = (*_PROMPT_FIELDS, "messages", "tools", "chat_template_kwargs")
@@ -52,8 +52,7 @@ class BodyReader:
 
     def _chat(self, body: Body) -> Reading:
         values, options = read_openai(body, self.limits, is_chat=True)
-        begins_answer = values["add_generation_prompt"]
-        prompt = read_chat(self.tokenizer, body, self.limits, add_generation_prompt=begins_answer)
+        prompt = read_chat(self.tokenizer, body, self.limits, add_generation_prompt=values["add_generation_prompt"])
         return self._reading(body, options, [prompt], "messages")
 
     def _completion(self, body: Body) -> Reading:
@@ -104,7 +103,7 @@ class BodyReader:
             raise ApiError(str(error), param=param) from error
 
     def _reading(self, body: Body, options: Options, prompts: list[list[int]], param: str) -> Reading:
-        """Checks the lengths, and keeps the other fields."""
+        """Checks the lengths of the texts, and keeps the other fields."""
         tuples = tuple(tuple(prompt) for prompt in prompts)
         options.jobs(tuples, self.limits, salt=b"", param=param)
         rest = {name: value for name, value in body.items() if name not in _READ_FIELDS}
@@ -126,7 +125,7 @@ KINDS: dict[str, tuple[Mapping[str, Field], Callable[[BodyReader, Body], Reading
 
 
 def _check_values(body: Body) -> None:
-    """Counts the values of a body. Prompts of token ids are lists that are checked in a few passes."""
+    """Limits the values in a body. Prompts do not count: lists of token ids are checked in a few passes."""
     num_values, open_values = 0, [{name: value for name, value in body.items() if name not in _PROMPT_FIELDS}]
     while open_values:
         value = open_values.pop()

@@ -19,7 +19,7 @@ def _list_of(items: dict[str, Any], max_items: int) -> dict[str, Any]:
 
 _SCHEMA = {"type": ["object", "string", "null"]}
 _REGEX = {"type": ["string", "null"]}
-# Fields that all bodies have, in addition to those of the tables.
+# Fields that all bodies have, in addition to the fields in the tables.
 _COMMON = {
     "response_format": {
         "type": ["object", "null"],

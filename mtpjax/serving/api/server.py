@@ -30,8 +30,8 @@ from mtpjax.version import __version__
 
 DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
-QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; grammars that need more wait for each other, and do not delay the others
-GRAMMAR_WAIT_SECONDS = 60.0  # for the turn of a grammar
+QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; slower grammars wait for each other, and do not delay quick ones
+GRAMMAR_WAIT_SECONDS = 60.0  # until a grammar's turn
 GRAMMAR_SECONDS = 90.0  # from its turn on, regardless of llguidance's limits
 SLOW_GRAMMARS = 2  # that compile at the same time
 
@@ -44,7 +44,7 @@ class ApiServer:
 
     Attributes:
         client: the engine and the running requests.
-        limits: of requests.
+        limits: limits for requests.
         prepare: called with the engine requests of an HTTP request before they are submitted; None disables it.
         readers: read the bodies of requests; `make_app` sets them.
     """
@@ -72,7 +72,7 @@ class ApiServer:
         self._quick_grammars, self._slow_grammars = Turns(1), Turns(SLOW_GRAMMARS)
 
     async def read_body(self, request: HttpRequest, kind: str) -> Reading:
-        """Reads and checks a body, of a kind of `reading.KINDS`, outside the event loop. Raises ApiError."""
+        """Reads and checks a body of this kind (`reading.KINDS`) outside the event loop. Raises ApiError."""
         if self.client.is_stopping and kind != "abort":
             raise shutting_down()
         parts = await read_json(request, self.settings)
@@ -89,11 +89,11 @@ class ApiServer:
         """Compiles a request's grammar outside the event loop.
 
         Args:
-            field: the grammar; None: the request has none.
-            client: whose request it is. Clients with many grammars do not delay the others.
+            field: the grammar; None: the request does not have one.
+            client: the client that sent the request. Clients with many grammars do not delay other clients.
 
         Raises:
-            ApiError: it is invalid or takes too long, or too many others wait.
+            ApiError: it is invalid or takes too long, or too many other grammars are waiting.
         """
         if field is None:
             return None
@@ -140,7 +140,7 @@ class ApiServer:
             while self.client.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
         finally:
-            # Nor must threads, for which Python waits: end the processes whose answers they wait for.
+            # Nor must threads, because Python waits for them at exit: end the processes whose answers they wait for.
             self._is_closed = True
             for threads in (self._grammar_threads, self._score_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -164,13 +164,13 @@ class ApiServer:
 
 
 class Reply(abc.ABC):
-    """Makes the responses to a generation request.
+    """Makes the response to a generation request.
 
     Args:
         server: state of the API.
         values: the request's fields.
         jobs: the texts, grouped by prompt.
-        prefix: of the id, if the request has none.
+        prefix: prefix of the generated id, used if the request sets no `rid`.
     """
 
     def __init__(self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], prefix: str):

@@ -17,13 +17,13 @@ class ApiSettings:
         open_paths: paths that need no key. The page itself is open, but its data needs a key.
         max_body_bytes: larger bodies get 413.
         max_prompt_characters: maximum length of a prompt; None: 64 per token of the longest text.
-        max_requests: maximum texts of one request, prompts times `n`.
+        max_requests: maximum number of texts in one request: prompts times `n`.
         body_timeout: seconds in which a body must arrive.
         write_timeout: seconds after which a client that does not read its stream is disconnected.
         max_buffer_bytes: maximum size of undelivered tokens per stream.
         template_variables: variables of the chat template that requests may set.
-        num_readers: processes that parse, check and tokenize bodies, at least 2; 0: threads of this process, as with
-            tokenizers of other packages.
+        num_readers: processes that parse, check and tokenize bodies, at least 2; 0: threads of this process, which
+            tokenizers from other packages always use.
         strict_fields: reject unknown fields with 400.
         server_info: settings that `/server_info` shows.
     """
@@ -50,11 +50,11 @@ class Limits:
     """The limits of the model and server.
 
     Attributes:
-        max_length: maximum tokens of a text, prompt included.
+        max_length: maximum number of tokens in a text, including the prompt.
         max_prompt_characters: longer prompts are rejected before they are tokenized.
-        max_total_characters: maximum characters of all prompts of a request.
-        max_requests: maximum texts of one request.
-        max_queued: maximum texts that the server holds at the same time.
+        max_total_characters: maximum total characters of all prompts in a request.
+        max_requests: maximum number of texts in one request.
+        max_queued: maximum number of texts that the server holds at the same time.
         template_variables: variables of the chat template that requests may set.
     """
 

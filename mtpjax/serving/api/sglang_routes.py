@@ -16,7 +16,7 @@ from mtpjax.serving.api.usage import meta_info
 
 
 class GenerateReply(Reply):
-    """Responses of `/generate`: lists if `is_list`, because the request has several prompts or choices."""
+    """Responses to `/generate`: lists if `is_list`, which means that the request has several prompts or choices."""
 
     def __init__(self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_list: bool):
         super().__init__(server, values, jobs, "gen")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """The text of one token, or a part of it; a character of several tokens belongs to the last one.
+    """The text of one token, or a part of it; a character made of several tokens belongs to the last one.
 
     Attributes:
         text: never empty.
@@ -24,7 +24,7 @@ class Piece:
 
     Attributes:
         spans: in order; empty while the text may still become a stop string.
-        num_tokens: number of tokens, without those after a stop string.
+        num_tokens: number of tokens, excluding tokens after a stop string.
     """
 
     spans: list[Span]
@@ -43,9 +43,9 @@ class TextStream:
 
     Args:
         decoder: the tokenizer's incremental decoder.
-        stop: stop strings, not empty.
+        stop: stop strings, none of them empty.
         hidden_tokens: tokens that end the text and are not part of it.
-        min_tokens: stop strings that end before this number of tokens are part of the text.
+        min_tokens: a stop string that is complete before this number of tokens is ordinary text.
     """
 
     def __init__(

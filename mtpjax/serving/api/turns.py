@@ -1,4 +1,4 @@
-"""Fairness between clients: many requests of one client do not delay the others."""
+"""Fairness between clients: many requests from one client do not delay other clients."""
 
 import asyncio
 import collections
@@ -6,14 +6,14 @@ from collections.abc import Hashable
 from typing import Any
 
 MAX_WAITING = 1024  # requests that wait to be read
-MAX_WAITING_BYTES = 256 << 20  # of their bodies
+MAX_WAITING_BYTES = 256 << 20  # total size of their bodies
 
 
 class FairQueue:
     """A queue that takes the oldest item of each client in turn; clients with running items come last.
 
     Args:
-        running: number of items that were taken and have not ended, by client. Queues may share it.
+        running: number of items that were taken and have not finished, by client. Queues may share it.
     """
 
     def __init__(self, running: collections.Counter[Hashable]):
@@ -24,7 +24,7 @@ class FairQueue:
         self._waiting.setdefault(client, collections.deque()).append(item)
 
     def take(self) -> tuple[Hashable, Any] | None:
-        """Removes the next item and returns it with its client; None if none waits. `finish` marks its end."""
+        """Removes the next item and returns it with its client; None if the queue is empty. `finish` marks its end."""
         if not self._waiting:
             return None
         client = next((each for each in self._waiting if not self._running[each]), next(iter(self._waiting)))
@@ -59,7 +59,7 @@ class Turns:
         self._num_free, self._queue = num_slots, FairQueue(collections.Counter())
 
     async def take(self, client: Hashable) -> None:
-        """Waits for a slot, which the caller returns with `release`."""
+        """Waits for a slot, which the caller must return with `release`."""
         turn = asyncio.get_running_loop().create_future()
         self._queue.add(client, turn)
         self._start_next()
@@ -96,7 +96,7 @@ def subtract(counts: collections.Counter[Hashable], client: Hashable, number: in
 
 
 class ReadQueue:
-    """Returns waiting requests, with clients taking turns. Not thread-safe.
+    """A queue of waiting requests that serves clients in turn. Not thread-safe.
 
     A worker takes either small requests only, or large ones first.
     """

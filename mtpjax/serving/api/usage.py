@@ -22,7 +22,7 @@ def usage(choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
 
 
 def speculation(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Makes the `speculative_decoding` object of texts that have ended.
+    """Makes the `speculative_decoding` object for texts that have ended.
 
     `accept_length` is the mean number of tokens per verification pass; entry k of the histogram counts the passes that
     accepted k drafts.
@@ -43,7 +43,7 @@ def speculation(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def meta_info(name: str, choice: Choice, seconds: float, weight_version: str) -> dict[str, Any]:
-    """Makes SGLang's `meta_info` object of a text, with speculation only at the end."""
+    """Makes SGLang's `meta_info` object for a text; speculation statistics are added only at the end."""
     finish = choice.finish
     info = {
         "id": name,

@@ -39,7 +39,7 @@ class Backend:
     """A route.
 
     Attributes:
-        path: of the URL.
+        path: path of its URL.
         write: makes the body from request, model name, whether to stream and whether to ignore end tokens.
         read: reads an event, or the whole answer if it was not streamed.
         text_is_cumulative: events repeat the text of the events before them.
@@ -114,7 +114,7 @@ BACKENDS = {
 
 
 def read_event(backend: Backend, event: Any) -> Update:
-    """Reads an event, or a whole answer. Raises RequestFailedError if it reports an error or has another form."""
+    """Reads an event, or a whole answer. Raises RequestFailedError if it reports an error or has a different format."""
     if not isinstance(event, dict):
         raise RequestFailedError("an event is not a JSON object")
     if event.get("error"):
@@ -123,4 +123,4 @@ def read_event(backend: Backend, event: Any) -> Update:
     try:
         return backend.read(event)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise RequestFailedError(f"an event does not have the form of {backend.path}") from error
+        raise RequestFailedError(f"an event does not have the format of {backend.path}") from error

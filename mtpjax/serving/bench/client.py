@@ -37,9 +37,9 @@ class Client:
             url: the server, without the route.
             backend: the route for requests.
             model: the model's name; empty: the first one that the server lists.
-            headers: of every request.
+            headers: HTTP headers to send with every request.
             stream: request tokens as a stream.
-            ignore_eos: request exactly `max_new_tokens` tokens.
+            ignore_eos: ask for exactly `max_new_tokens` tokens, past any end-of-text token.
             extra_body: merged into every body.
 
         Raises:
@@ -87,7 +87,7 @@ class Client:
         return await self._ask("POST", "/flush_cache") is not None
 
     async def speculation_counts(self) -> tuple[float, float] | None:
-        """Returns verification passes and accepted drafts since the server's start; None if it does not report them."""
+        """Returns the server's verification passes and accepted drafts since its start; None if not reported."""
         # Names as vLLM has them, with any prefix; `mtpjax serve` may export the same count under two prefixes.
         pattern = r"^(\w+):spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? (\S+)"
         found = re.findall(pattern, await self._ask("GET", "/metrics") or "", re.MULTILINE)
@@ -114,13 +114,12 @@ class Client:
 
         body = self._backend.write(request, self.model, self._stream, self._ignore_eos)
         content = json.dumps(merge(merge(body, self._extra), extra_body or {})).encode()
+        headers = {"Content-Type": "application/json"}
         outcome = Outcome(request, time.perf_counter())
         try:
             async with (
                 self._connections.use() as connection,
-                connection.stream(
-                    "POST", self._backend.path, content=content, headers={"Content-Type": "application/json"}
-                ) as response,
+                connection.stream("POST", self._backend.path, content=content, headers=headers) as response,
             ):
                 await self._read(response, outcome)
             if not outcome.num_new_tokens:

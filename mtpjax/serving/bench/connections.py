@@ -33,7 +33,7 @@ class Connections:
         parts = urllib.parse.urlsplit(url)
         # Reading the port raises an error for a number that is not a port.
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError(f"the URL of a server starts with http:// or https:// and a host, not '{url}'")
+            raise ValueError(f"the URL of a server must start with http:// or https:// and a host, got '{url}'")
         self.url, self._headers = url.rstrip("/"), headers
         # Loading certificates takes longer than a request, so all connections share them.
         self._certificates = httpx.create_ssl_context()

@@ -8,7 +8,7 @@ from mtpjax.serving.bench.backends import BenchRequest, Update
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a request. Times are those of `time.perf_counter`.
+    """The outcome of a request. Times come from `time.perf_counter`.
 
     Attributes:
         sent: when it was sent.
@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """Seconds of each token after the first event. Tokens of one event share the time since the previous event."""
+        """Seconds per token after the first event. Tokens of one event share the time since the previous event."""
         result = []
         for (before, old), (now, new) in itertools.pairwise(self.arrivals):
             result += [(now - before) / (new - old)] * (new - old)
@@ -69,7 +69,7 @@ class AnswerReader:
             self._texts.append(update.text)
         if update.num_new_tokens is not None:
             self._counts.append((now, update.num_new_tokens))
-        # Numbers of the whole request: the last event that has one counts.
+        # Numbers for the whole request: the last event that has one counts.
         outcome.num_prompt_tokens = update.num_prompt_tokens or outcome.num_prompt_tokens
         outcome.num_verify_steps = update.num_verify_steps or outcome.num_verify_steps
         outcome.accept_length = update.accept_length or outcome.accept_length

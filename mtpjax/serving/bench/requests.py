@@ -35,12 +35,12 @@ async def file_requests(
         count: number of requests; fewer if the file has fewer.
         max_new_tokens: maximum new tokens; None: as many as the file's reply has, or 256.
         categories: only prompts of these categories; empty: all.
-        seed: seed of the choice.
+        seed: random seed for the choice of prompts.
     """
     requests = []
     for prompt, reply in read_dataset(path, count, categories=categories, seed=seed):
         num_new = max_new_tokens
-        # The data set's reply gives a realistic length of the answer.
+        # The reply in the dataset gives a realistic answer length.
         if num_new is None and reply is not None:
             num_new = len(await client.tokenize(reply) or ())
         requests.append(BenchRequest(prompt.text, num_new or DEFAULT_NEW_TOKENS, prompt.category))

@@ -1,4 +1,4 @@
-"""Sends the requests of a benchmark at their times, and stops at Ctrl-C."""
+"""Sends the requests of a benchmark at their arrival times, and stops at Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ async def measure(
         outcomes: receives each outcome when its request ends, so that an interrupted caller keeps the finished ones.
         times: arrival of each request, in seconds from now. It is sent then, or once fewer than `max_concurrency`
             requests run.
-        max_concurrency: maximum requests that run at the same time; None: no limit.
+        max_concurrency: maximum number of requests that run at the same time; None: no limit.
         extra_body: merged into every body.
         progress: called when a request ends.
     """
@@ -64,7 +64,7 @@ async def measure(
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine. Ctrl-C cancels it; unless it returns what it has, KeyboardInterrupt is raised."""
+    """Runs a coroutine. Ctrl-C cancels it; KeyboardInterrupt is raised unless it then returns a partial result."""
     previous = signal.getsignal(signal.SIGINT)
 
     async def cancellable() -> T:

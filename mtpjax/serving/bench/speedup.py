@@ -25,7 +25,7 @@ class Run:
 
     Attributes:
         concurrency: requests that run at the same time.
-        repeat: number of the pair that the run belongs to.
+        repeat: index of the pair that the run belongs to.
         speculative: drafts are on.
         summary: its numbers, see `summarize`.
     """
@@ -45,7 +45,7 @@ async def compare(
     repeats: int,
     progress: Callable[[Run | None], None],
 ) -> None:
-    """Runs all requests with and without drafts at each concurrency, in turns.
+    """Runs all requests with and without drafts, alternately, at each concurrency.
 
     Args:
         client: the client.
@@ -59,7 +59,7 @@ async def compare(
         for repeat in range(repeats):
             # The order alternates, so that a machine that slows down or speeds up favours neither side.
             for speculative in (True, False) if repeat % 2 == 0 else (False, True):
-                # The prompts are those of the previous run: without this, the second run would find them in the cache.
+                # The previous run sent the same prompts: without this, the second run would find them in the cache.
                 await client.flush_cache()
                 summary = await measure(
                     client,
@@ -79,8 +79,8 @@ class Speedup:
     """The comparison at one concurrency.
 
     Attributes:
-        ratio: output tokens per second with drafts over those without; the interval is over pairs of runs, and nan with
-            one pair.
+        ratio: output tokens per second with drafts over output tokens per second without; the interval is over pairs of
+            runs, and nan with one pair.
         throughput: output tokens per second, without and with drafts.
         ttft: mean milliseconds to the first token, without and with drafts.
         itl: mean milliseconds per token after the first, without and with drafts; None if no request had one.
@@ -89,8 +89,8 @@ class Speedup:
         num_pairs: pairs of runs.
         num_failed: requests that failed.
         is_client_busy: the client was too busy in a run, see `is_client_busy`.
-        waited: largest share of a run's time that the client's threads waited for a core.
-        problem: the reason why the ratio cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
+        waited: the largest share of a run's time for which the client's threads waited for a core.
+        problem: the reason why the ratio cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
     """
 
     concurrency: int
@@ -121,7 +121,7 @@ def speedups(runs: Sequence[Run]) -> list[Speedup]:
         pairs = [pair for pair in pairs if len(pair) == 2]
         if not pairs:
             continue
-        # Throughput is all tokens over all seconds. A pair is the unit that is drawn again.
+        # Throughput is all tokens over all seconds. A pair is the unit that is resampled.
         tokens = np.array([[side["total_output_tokens"] for side in pair] for pair in pairs], float)  # [pairs, 2]
         seconds = np.array([[side["duration"] for side in pair] for pair in pairs], float)
         throughput = tokens.sum(0) / seconds.sum(0)

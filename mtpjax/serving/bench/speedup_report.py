@@ -61,15 +61,12 @@ def rows_verdict(rows: Sequence[Speedup]) -> str:
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
     """Explains the columns, and what limits the numbers."""
     result = [
-        "speed-up: output tokens per second with drafts over those of the same requests with `speculative: false`, in "
-        "turns; the interval is over pairs of runs",
-        *(
-            [f"AMD: published speed-up ({PUBLISHED_SOURCE}); a different model on a different machine"]
-            if reference
-            else []
-        ),
+        "speed-up: output tokens per second with drafts over output tokens per second without (`speculative: "
+        "false`), for the same requests in alternating runs; the interval is over pairs of runs",
         "accept length: 1 + accepted drafts / verification passes; TTFT and ITL: means, without drafts / with MTP",
     ]
+    if reference:
+        result.insert(1, f"AMD: published speed-up ({PUBLISHED_SOURCE}); a different model on a different machine")
     if failed := sum(row.num_failed for row in rows):
         result.append(f"{count_of(failed, 'request')} failed; their tokens do not count")
     result += [f"{count_of(row.concurrency, 'request')} at once: {row.problem}" for row in rows if row.problem]
@@ -95,7 +92,7 @@ def write_report(
     formats: Sequence[str],
     reference: Reference,
 ) -> list[pathlib.Path]:
-    """Writes JSON, Markdown and plots, and returns the files of JSON and Markdown.
+    """Writes JSON, Markdown and plots, and returns the paths of JSON and Markdown.
 
     Args:
         output: path of the files without suffix.

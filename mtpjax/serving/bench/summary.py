@@ -9,8 +9,8 @@ import numpy as np
 
 from mtpjax.serving.bench.outcome import Outcome
 
-WIDTH = 50  # of SGLang's table
-MAX_CLIENT_CPU_SHARE = 0.8  # of one core; above it the client itself delays what it measures
+WIDTH = 50  # columns of SGLang's table
+MAX_CLIENT_CPU_SHARE = 0.8  # share of one core, above which the client itself delays what it measures
 PERCENTILES = (90, 95, 99)
 LATENCIES = {
     "e2e_latency": ("End-to-End Latency", "E2E Latency"),
@@ -51,7 +51,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
         "input_throughput": num_input,
         "output_throughput": num_output,
         "total_throughput": num_input + num_output,
-        "concurrency": sum(latencies["e2e_latency"]),  # mean number of requests that run
+        "concurrency": sum(latencies["e2e_latency"]),  # mean number of running requests
     }
     statistics: dict[str, float | None] = {}
     for name, seconds in latencies.items():
@@ -73,7 +73,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Returns the arrays of `--output-details`, by SGLang's names: an entry per request, in the order of their ends."""
+    """Returns the arrays of `--output-details`, by SGLang's names: an entry per request, in order of completion."""
     return {
         "input_lens": [_num_prompt_tokens(outcome) for outcome in outcomes],
         "output_lens": [outcome.num_new_tokens for outcome in outcomes],
@@ -97,7 +97,7 @@ def _num_prompt_tokens(outcome: Outcome) -> int:
 
 
 def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Returns mean, median, deviation, percentiles and maximum in milliseconds; None without values."""
+    """Returns mean, median, deviation, percentiles and maximum in milliseconds; None if there are no values."""
     values = 1e3 * np.asarray(seconds if seconds else [math.nan])
     numbers = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
     numbers |= {f"p{percent}": np.percentile(values, percent) for percent in PERCENTILES}
@@ -127,7 +127,7 @@ def _peak_throughput(done: Sequence[Outcome], begin: float, duration: float) -> 
     if not duration:
         return None
     # Windows of equal length that divide the run: the mean of the run is the mean of its windows, so the highest one
-    # cannot be below it. A short run is one window, and the last window is as long as the others.
+    # cannot be below it. A short run is one window, and all windows have the same length.
     num_windows = max(int(duration), 1)
     tokens: Counter[int] = Counter()
     for outcome in done:
@@ -140,7 +140,7 @@ def _peak_throughput(done: Sequence[Outcome], begin: float, duration: float) -> 
 
 
 def _peak_requests(done: Sequence[Outcome]) -> int:
-    # Ends sort before beginnings of the same moment.
+    # At the same moment, ends sort before starts.
     changes = sorted(change for each in done for change in ((each.sent, 1), (each.sent + each.latency, -1)))
     running = peak = 0
     for _, change in changes:
@@ -151,7 +151,7 @@ def _peak_requests(done: Sequence[Outcome]) -> int:
 
 def format_table(settings: dict[str, Any], summary: dict[str, Any]) -> str:
     """Formats a run as SGLang's benchmark prints it, so that scripts can read both, in lines of at most 50 columns."""
-    # The labels and their order are those of SGLang's benchmark.
+    # The labels and their order match SGLang's benchmark.
     limit = settings["max_concurrency"]
     rows = [
         ("Backend", settings["backend"]),

@@ -10,6 +10,7 @@ import numpy as np
 
 from mtpjax.data.jsonl import read_json_objects
 from mtpjax.data.prompts import Prompt, choose_prompts, read_prompts
+from mtpjax.messages import require
 from mtpjax.safe_open import read_json_file
 from mtpjax.serving.bench.backends import BenchRequest
 
@@ -34,8 +35,7 @@ class RandomLengths:
     def __post_init__(self):
         if min(self.num_input, self.num_output) < 1:
             raise ValueError(f"random lengths must be at least 1, got {self.num_input} and {self.num_output}")
-        if not 0 <= self.range_ratio <= 1:
-            raise ValueError(f"random_range_ratio must be from 0 to 1, got {self.range_ratio}")
+        require(0 <= self.range_ratio <= 1, f"random_range_ratio must be from 0 to 1, got {self.range_ratio}")
 
 
 def random_requests(token_ids: Sequence[int], count: int, lengths: RandomLengths, *, seed: int) -> list[BenchRequest]:
@@ -51,16 +51,16 @@ def random_requests(token_ids: Sequence[int], count: int, lengths: RandomLengths
 
 
 def read_dataset(path, count: int, *, categories: Sequence[str] = (), seed: int) -> list[tuple[Prompt, str | None]]:
-    """Chooses prompts of a file, evenly over its categories, each with the reply that the file has for it, or None.
+    """Chooses prompts from a file, evenly over its categories, each with its reply in the file, or None.
 
     Args:
         path: conversations as ShareGPT has them, in JSON or JSONL; or prompts, see `mtpjax.data.prompts`.
         count: number of prompts; fewer if the file has fewer.
         categories: only these; empty: all.
-        seed: seed of the choice.
+        seed: random seed for the choice.
 
     Raises:
-        ValueError: the file has another form.
+        ValueError: the file has a different format.
         OSError: the file cannot be read.
     """
     path = pathlib.Path(path)
@@ -72,7 +72,7 @@ def read_dataset(path, count: int, *, categories: Sequence[str] = (), seed: int)
 
 
 def _conversations(path: pathlib.Path) -> Iterator[tuple[Prompt, str]]:
-    """Yields the first turn and the reply of each conversation; nothing if the file has none."""
+    """Yields the first turn and the reply of each conversation; nothing if the file has no conversations."""
     records: Any = (
         read_json_file(path, max_bytes=MAX_DATASET_BYTES)
         if path.suffix == ".json"
@@ -95,10 +95,9 @@ def arrival_times(count: int, request_rate: float, *, seed: int) -> list[float]:
     Args:
         count: number of requests.
         request_rate: mean requests per second of a Poisson process; infinite: all at once. Must be above 0.
-        seed: seed of the gaps.
+        seed: random seed for the gaps.
     """
-    if not request_rate > 0:
-        raise ValueError(f"request_rate must be above 0, got {request_rate}")
+    require(request_rate > 0, f"request_rate must be above 0, got {request_rate}")
     # A Poisson process has exponential gaps of mean 1 / rate, which is 0 for an infinite rate.
     gaps = np.random.default_rng([seed, 1]).exponential(1 / request_rate, max(count - 1, 0))
     return list(itertools.accumulate(gaps.tolist(), initial=0.0))[:count]

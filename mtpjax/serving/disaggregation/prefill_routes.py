@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 def prefill_router(
     server: ApiServer, exchange: PageExchange, signer: Signer, model: bytes, transfer: Transfer
 ) -> APIRouter:
-    """Makes the route, for decode servers whose `PageExchange.digest` is `model` too."""
+    """Makes the route. It serves decode servers whose `PageExchange.digest` equals `model`."""
     router = APIRouter()
 
     @router.post(PATH, response_class=Response, include_in_schema=False)
     async def prefill(request: Request) -> Response:
         """Computes the full pages of a prompt, and offers those that the decode server lacks."""
-        # 1. Check the sender, before anything reads the body.
+        # 1. Check the sender, before anything parses the body.
         max_bytes = 4 * exchange.max_length + protocol.MESSAGE_BYTES
         body = await read_bytes(request, max_bytes, server.settings.body_timeout)
         try:

@@ -12,11 +12,11 @@ import jax
 import msgpack
 import numpy as np
 
-from mtpjax.serving.host_pages import Entries
+from mtpjax.serving.host_pages import Entries, page_bytes
 
 PATH = "/disaggregation/prefill"
 MAX_AGE = 60.0  # seconds that the clocks of two machines may differ
-MESSAGE_BYTES = 1 << 12  # maximum size of a message, besides tokens and pages
+MESSAGE_BYTES = 1 << 12  # maximum size of a message, excluding tokens and pages
 TIME, NONCE, SIGNATURE = "mtpjax-time", "mtpjax-nonce", "mtpjax-signature"  # headers
 
 
@@ -31,7 +31,7 @@ class Signer:
         if len(secret) < 16:
             raise ValueError(f"the secret must have at least 16 bytes, got {len(secret)}")
         self._secret = secret
-        self._nonces: dict[str, float] = {}  # of requests that were accepted, and when, the oldest first
+        self._nonces: dict[str, float] = {}  # of accepted requests, with their times, oldest first
 
     def sign(self, body: bytes) -> dict[str, str]:
         now, nonce = repr(time.time()), secrets.token_hex(16)
@@ -44,7 +44,7 @@ class Signer:
         now = time.time()
         if abs(now - float(sent)) > MAX_AGE:
             raise Forged("its time differs too much from this machine's")
-        # A request that was recorded in the network must not work a second time.
+        # A request that was captured on the network must not work a second time.
         if nonce in self._nonces:
             raise Forged("it was received before")
         self._nonces[nonce] = now
@@ -73,14 +73,10 @@ def pack(message: dict[str, Any]) -> bytes:
 
 def unpack(body: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
     """Decodes a message. Raises ValueError unless it has exactly these fields, of these types."""
-    message = msgpack.unpackb(body)  # its errors are ValueErrors, and lengths beyond the body's are errors
+    message = msgpack.unpackb(body)  # raises ValueError, also for lengths beyond the end of the body
     if not isinstance(message, dict) or {name: type(value) for name, value in message.items()} != dict(fields):
         raise ValueError("the message has unexpected fields; do both servers run the same version?")
     return message
-
-
-def page_bytes(shapes: Sequence[jax.ShapeDtypeStruct]) -> int:
-    return sum(int(np.prod(each.shape)) * each.dtype.itemsize for each in shapes)
 
 
 def pages_to_bytes(pages: Sequence[Entries]) -> np.ndarray:
@@ -94,13 +90,13 @@ def checksum(data: np.ndarray) -> bytes:
 
 
 def pages_from_bytes(data: np.ndarray, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Entries]:
-    """Returns the pages of `pages_to_bytes`, from shapes and dtypes of a page's entries."""
+    """Inverts `pages_to_bytes`, given the shapes and dtypes of a page's entries."""
     begin, pages = 0, []
     while begin < len(data):
         page = []
         for each in shapes:
             end = begin + page_bytes([each])
-            # A copy, so that a page does not keep the bytes of all others in memory.
+            # Copy, so that a page does not keep the bytes of all other pages in memory.
             page.append(data[begin:end].copy().view(each.dtype).reshape(each.shape))
             begin = end
         pages.append(page)

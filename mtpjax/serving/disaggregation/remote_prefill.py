@@ -17,12 +17,13 @@ from mtpjax.errors import printable
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import Transfer
+from mtpjax.serving.host_pages import page_bytes
 from mtpjax.serving.page_exchange import PageExchange
 from mtpjax.serving.page_pool import page_digests
 from mtpjax.serving.request import Request
 
 CONNECT_SECONDS = 2.0
-PAUSE_SECONDS = 5.0  # after a failure no request waits for the prefill server for this time
+PAUSE_SECONDS = 5.0  # after a failure, during which no request uses the prefill server
 _log = logging.getLogger(__name__)
 
 
@@ -30,13 +31,13 @@ class RemotePrefill:
     """Fetches pages from a prefill server into an engine's prefix cache.
 
     Args:
-        pages: those of the engine, which must be in host memory too.
+        pages: the engine's pages, which may be in host memory too.
         url: address of the prefill server.
         signer: signs the requests.
         model: the hash `PageExchange.digest`.
         transfer: fetches the pages.
         timeout: seconds that a request waits for its pages.
-        max_concurrent: maximum prompts that the prefill server gets at the same time.
+        max_concurrent: maximum number of prompts sent to the prefill server at the same time.
 
     Attributes:
         num_fetched: prompts whose pages arrived.
@@ -65,7 +66,7 @@ class RemotePrefill:
         self.num_fetched = self.num_fallbacks = 0
 
     async def prepare(self, requests: Sequence[Request]) -> None:
-        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill itself."""
+        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill them."""
         prompts = {(request.prompt, request.salt) for request in requests}
         await asyncio.gather(*(self._prepare(*prompt) for prompt in prompts))
 
@@ -86,7 +87,7 @@ class RemotePrefill:
             self.num_fallbacks += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             reason = printable(f"{type(error).__name__}: {error}", 400)
-            _log.error("the prefill server sent no pages; this server prefills itself: %s", reason)
+            _log.error("the prefill server sent no pages; this server prefills the prompt itself: %s", reason)
 
     def _release(self, fetch: asyncio.Future) -> None:
         self._num_running -= 1
@@ -101,19 +102,19 @@ class RemotePrefill:
         num_known = self._pages.count_known(prompt[:-1], salt)
         if num_known == len(digests):
             return False
-        # 1. Ask.
+        # 1. Send the request.
         # The salt may be the hash of a client's key, which the network must not see.
         salt = hashlib.sha256(salt).digest()
         message = {"model": self._model, "tokens": np.array(prompt, "<i4").tobytes(), "salt": salt}
         body = protocol.pack({**message, "num_known": num_known})
         headers = self._signer.sign(body)
-        max_bytes = (len(digests) - num_known) * protocol.page_bytes(shapes)
+        max_bytes = (len(digests) - num_known) * page_bytes(shapes)
         answer = self._post(body, headers, max_bytes + protocol.MESSAGE_BYTES, deadline)
         fields = {"size": int, "checksum": bytes, **self._transfer.fields}
         values = protocol.unpack(answer, fields)
         # 2. Fetch.
         num_bytes = values["size"]
-        if not 0 < num_bytes <= max_bytes or num_bytes % protocol.page_bytes(shapes):
+        if not 0 < num_bytes <= max_bytes or num_bytes % page_bytes(shapes):
             raise ValueError(f"expected pages of at most {max_bytes} bytes, got {num_bytes}")
         data = self._transfer.receive(values, num_bytes, self._host, max(deadline - time.monotonic(), 0.1))
         if len(data) != num_bytes or protocol.checksum(data) != values["checksum"]:
@@ -132,7 +133,7 @@ class RemotePrefill:
                 if len(answer) > max_bytes:
                     raise ValueError(f"the answer has more than {max_bytes} bytes")
                 if time.monotonic() > deadline:
-                    raise TimeoutError("the answer takes too long")
+                    raise TimeoutError("the answer took too long")
         if response.status_code != 200:
             raise ValueError(f"status {response.status_code}: {bytes(answer[:400]).decode(errors='replace')}")
         try:

@@ -22,7 +22,7 @@ class DisaggregationSettings:
         secret: shared by both servers, at least 16 bytes; a shorter one raises ValueError.
         backend: how pages are sent: "jax" or "http".
         host: address on which the data plane listens.
-        port: the prefill server's port for pages; 0: a free one.
+        port: the prefill server's port for pages; 0: any free port.
         timeout: seconds that a request waits for its pages.
     """
 
@@ -44,7 +44,7 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
         app: from `make_app`.
         engine: its engine, with pages in host memory.
         settings: which server this is.
-        metrics: gets the decode server's counters; None: no counters.
+        metrics: receives the decode server's counters, if given.
 
     Raises:
         ValueError: the engine shares no pages, or the data plane does not start.

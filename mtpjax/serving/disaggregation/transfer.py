@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 BACKENDS = ("jax", "http")
-PUBLIC_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): it is reached by the default route
+PUBLIC_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): the default route reaches it
 OFFER_SECONDS = 60.0  # after which bytes that were not fetched are dropped
 
 
@@ -21,7 +21,7 @@ class Transfer(Protocol):
     """Sends bytes from a prefill server to a decode server.
 
     Attributes:
-        fields: name and type of what `send` adds to an answer.
+        fields: names and types of the fields that `send` adds to an answer.
     """
 
     fields: ClassVar[dict[str, type]]
@@ -36,7 +36,7 @@ class Transfer(Protocol):
 
 
 class HttpTransfer:
-    """Bytes within the answer."""
+    """Sends bytes within the answer."""
 
     fields: ClassVar[dict[str, type]] = {"data": bytes}
 
@@ -48,14 +48,15 @@ class HttpTransfer:
 
 
 class JaxTransfer:
-    """Bytes over `jax.experimental.transfer`, between host memories, for any accelerator.
+    """Sends bytes with `jax.experimental.transfer` between host memories, for any accelerator.
 
     Its connections are neither encrypted nor authenticated. A random number identifies each offer, and the signed
     response has the bytes' checksum.
 
     Args:
-        host: name or address that the other side connects to, if this one sends; not that of all interfaces.
-        port: port for that; 0: a free one.
+        host: name or address that the other side connects to, if this side sends; not a wildcard address such as
+            0.0.0.0.
+        port: port to listen on; 0: any free port.
 
     Raises:
         ValueError: this JAX, or this platform, has no transfer server, or the port is in use.
@@ -99,12 +100,12 @@ class JaxTransfer:
 
 
 def own_address(host: str) -> str:
-    """Returns a server's `host`; for all interfaces, the default route's address. Raises ValueError without one."""
+    """Returns `host`; for a wildcard, the default route's address. Raises ValueError if there is no such route."""
     if host not in ("", "0.0.0.0", "::"):
         return host
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((PUBLIC_ADDRESS, 9))  # of a datagram socket: nothing is sent
+            probe.connect((PUBLIC_ADDRESS, 9))  # a datagram socket sends nothing when it connects
             return probe.getsockname()[0]
     except OSError as error:
         raise ValueError(f"this machine has no default route ({error.strerror}): give --host an address") from error

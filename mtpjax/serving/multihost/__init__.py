@@ -1,4 +1,4 @@
-"""One server over several processes: process 0 serves, and sends every call to the others, which run it too.
+"""One server over several processes: process 0 serves, and sends every call to the other processes, which also run it.
 
 JAX's multi-controller model requires all processes of a mesh to run the same programs in the same order. Process 0 has
 the HTTP server, the scheduler and the pages. Its session sends each call before it runs it: the program's name,

@@ -1,4 +1,4 @@
-"""TCP connections between process 0 and the others: how they meet, frames of bytes, and lost connections.
+"""TCP connections between process 0 and the other processes: setup, frames of bytes, and lost connections.
 
 Process 0 listens on a free port. The port, its addresses and a secret for this run are sent over JAX's collectives, so
 there is nothing to configure. Frames are not encrypted, and neither are JAX's collectives.
@@ -23,17 +23,17 @@ from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import NONCE, SIGNATURE, TIME, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import own_address
 
-EXIT_CODE = 75  # of a process that has lost another; see `LostProcess`
+EXIT_CODE = 75  # exit code of a process that has lost another process; see `LostProcess`
 MEETING_SECONDS = 60.0  # until all processes are connected
 HELLO_SECONDS = 5.0  # until a connection must have identified itself
 STOP_SECONDS = 5.0  # in which a follower process closes its connection at shutdown
-MAX_BYTES = 1 << 30  # of a frame
+MAX_BYTES = 1 << 30  # maximum size of a frame
 HELLO = {"rank": int, TIME: str, NONCE: str, SIGNATURE: str}
 STOP, DRAIN, CALL = b"s", b"d", b"c"  # first byte of a frame
 
 
 class Followers:
-    """Connections of process 0 to the others, by process number.
+    """Connections from process 0 to the other processes, by rank.
 
     Attributes:
         before_exit: called with a message when a follower process is lost, before this one ends.
@@ -44,7 +44,7 @@ class Followers:
         self._connections = connections
         self.before_exit: Callable[[str], None] = lambda message: None
         self.should_drain = threading.Event()
-        self._has_ended = threading.Lock()  # taken once
+        self._has_ended = threading.Lock()  # acquired once
         self._threads = [
             threading.Thread(target=self._watch, args=(rank,), name=f"mtpjax-process-{rank}", daemon=True)
             for rank in connections
@@ -61,7 +61,7 @@ class Followers:
                 raise LostProcess(f"process {rank} cannot be reached: {error.strerror or error}") from error
 
     def stop(self, problem: str = "") -> None:
-        """Lets the other processes end; `problem` is the error that ends this one, if any."""
+        """Tells the other processes to end; `problem` is the error that ends this one, if any."""
         if self._has_ended.acquire(blocking=False):
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -121,12 +121,13 @@ class Leader:
 
 @contextlib.contextmanager
 def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
-    """Connects process 0 with the others. All processes must call it.
+    """Connects process 0 with the other processes. All processes must call it.
 
-    On exit the first process stops the others, with the reason if the block raises.
+    On exit, process 0 stops the others, and sends the reason if the block raises.
 
     Args:
-        address: "host:port" of process 0 for JAX, whose host the others connect to; None: an address of the machine.
+        address: "host:port" of process 0 for JAX, whose host the other processes connect to; None: an address of the
+            machine.
 
     Yields:
         `Followers` in process 0, `Leader` in the others.
@@ -136,7 +137,7 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
     """
     is_main, num_others = distributed.is_main_process(), jax.process_count() - 1
     with contextlib.ExitStack() as stack:
-        # 1. Process 0 opens a port and sends its number to the others.
+        # 1. Process 0 opens a port and sends its number to the other processes.
         meeting = None
         if is_main:
             listener = stack.enter_context(_listen())
@@ -178,7 +179,7 @@ def _listen() -> socket.socket:
 
 
 def _own_hosts() -> list[str]:
-    """Returns host names at which others may reach this machine, the likeliest first."""
+    """Returns host names at which other machines may reach this one, the likeliest first."""
     with contextlib.suppress(ValueError):
         return [own_address(""), socket.gethostname()]
     return [socket.gethostname()]

@@ -10,7 +10,8 @@ from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost.connection import Leader
 from mtpjax.serving.multihost.plan import decode, decode_call
 
-METHODS = ("warm_up", "reset", "count_experts", "move_experts", "copy_snapshots")  # that process 0 calls by name
+# Methods that process 0 calls by name.
+METHODS = ("warm_up", "reset", "count_experts", "move_experts", "copy_snapshots")
 
 
 class Follower:
@@ -18,7 +19,7 @@ class Follower:
 
     def __init__(self, executor: Executor):
         self.executor = executor
-        self._drafts: collections.deque[Draft] = collections.deque()  # to be verified, the oldest first
+        self._drafts: collections.deque[Draft] = collections.deque()  # to be verified, oldest first
 
     def run(self, body: bytes) -> None:
         """Dispatches a call that `plan.encode` encoded. Raises ValueError if process 0 runs a different version."""

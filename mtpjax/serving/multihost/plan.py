@@ -22,14 +22,14 @@ from mtpjax.serving.program_set import PendingCall, ProgramKey
 
 FIELDS = {"name": str, "arguments": list, "key": list}
 TYPES = {each.__name__: each for each in (Batch, PromptChunk, NewRows, RowSettings, SamplingArrays, SamplingFeatures)}
-MIN_REPEATED = 64  # elements from which an array of equal elements is sent as one element
+MIN_REPEATED = 64  # minimum size at which an array of equal elements is sent as one element
 
 
 def encode(name: str, *arguments: Any, key: ProgramKey | None = None) -> bytes:
     """Encodes a call.
 
     Args:
-        name: of a program, or of one of `follower.METHODS`.
+        name: the name of a program, or one of `follower.METHODS`.
         *arguments: numbers, strings, arrays on the host, and tuples and dataclasses of them.
         key: selects the program's static arguments; None: a method.
     """
@@ -37,7 +37,7 @@ def encode(name: str, *arguments: Any, key: ProgramKey | None = None) -> bytes:
 
 
 def decode(body: bytes) -> tuple[str, tuple[Any, ...], list[Any]]:
-    """Decodes a call into name, arguments and key. Raises ValueError if it is damaged or of a different version."""
+    """Decodes a call into name, arguments and key. Raises ValueError if damaged or of a different version."""
     message = protocol.unpack(body, FIELDS)
     return message["name"], tuple(_from_plain(each) for each in message["arguments"]), message["key"]
 
@@ -55,7 +55,7 @@ def decode_call(name: str, arrays: tuple[Any, ...], key: list[Any]) -> PendingCa
 
 
 def _to_plain(value: Any) -> Any:
-    """Converts a value for msgpack."""
+    """Converts a value to types that msgpack can encode."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, tuple | list):
