@@ -109,3 +109,21 @@ def h100_devices(topology: str = "1x1x1") -> tuple:
             "compiling for an H100 needs JAX's CUDA plug-in: install jax-cuda13-plugin and jax-cuda13-pjrt "
             f"{jax.__version__}, the installed jax version, and set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before jax starts"
         ) from error
+
+
+@functools.cache
+def tpu_devices(topology: str = "v5e:2x2") -> tuple:
+    """Describes TPU devices to compile for ahead of time on a machine without a TPU. Nothing runs on them.
+
+    Needs the libtpu wheel. `topology` is a name such as "v5e:2x2" or "v5p:2x2x1". Use the devices as those of
+    `h100_devices`; a mesh may also have only the first of them.
+
+    Raises:
+        RuntimeError: the wheel is missing, or does not know the topology.
+    """
+    # Without a TPU there is no metadata server to ask for the machine's type.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        return tuple(topologies.get_topology_desc(topology, "tpu").devices)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(f"cannot compile for the TPU topology {topology}: is the libtpu wheel installed?") from error

@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.metadata
+import importlib.util
 import os
 
 # Before jax is imported, and for processes that tests start. Nearly all of a test's time is compiling small programs:
@@ -17,8 +18,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1",
         *["--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"]
         * (os.environ["JAX_PLATFORMS"] == "cpu"),
-        # Later ones have no other emitters.
-        *["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jaxlib").startswith("0.10."),
+        # Later ones have no other emitters. libtpu reads these flags too, and ends the process at one it does not know.
+        *["--xla_cpu_use_fusion_emitters=false"]
+        * (importlib.metadata.version("jaxlib").startswith("0.10.") and not importlib.util.find_spec("libtpu")),
         os.environ.get("XLA_FLAGS", ""),
     ]
 )
@@ -85,8 +87,9 @@ def pytest_collection_finish(session):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("jax has no GPU here")
-    if item.get_closest_marker("h100"):
-        try:
-            compat.h100_devices()
-        except RuntimeError as error:
-            pytest.skip(str(error))
+    for marker, devices in (("h100", compat.h100_devices), ("tpu", compat.tpu_devices)):
+        if item.get_closest_marker(marker):
+            try:
+                devices()
+            except RuntimeError as error:
+                pytest.skip(str(error))

@@ -10,27 +10,26 @@ losses are computed over 8192 columns of the vocabulary at a time. All kernels a
 import argparse
 import dataclasses
 import functools
-import math
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from rich.console import Console
 
 from experiments.common import RESULTS
 from experiments.common.results import about, write
 from experiments.kernels.bytes_moved import LITE
-from mtpjax import ModelConfig, MTPModel, TrainConfig, compat, presets
+from mtpjax import ModelConfig, MTPModel, TrainConfig, presets
 from mtpjax.console import narrow_table
 from mtpjax.data.packing import Batch
 from mtpjax.evaluation import plan
-from mtpjax.evaluation.compiled_call import stored_shapes
+from mtpjax.evaluation.compiled_call import h100_mesh, stored_shapes
 from mtpjax.models.params import is_of_modules, param_shapes
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import mesh_text, param_shardings
@@ -51,19 +50,31 @@ CELLS: tuple[tuple[str, ModelConfig, Trained, dict[str, int]], ...] = (
 )
 
 
-def compile_update(config: ModelConfig, trains: Trained, sizes: Mapping[str, int]) -> tuple[int, int, float]:
+class CompiledUpdate(NamedTuple):
+    """A compiled update.
+
+    Attributes:
+        arguments: bytes per device of parameters, optimiser and batch.
+        temp: bytes per device of temporary memory.
+        seconds: CPU seconds of the compilation.
+        text: the compiled module.
+    """
+
+    arguments: int
+    temp: int
+    seconds: float
+    text: str
+
+
+def compile_update(config: ModelConfig, trains: Trained, mesh: Mesh, *, num_tokens: int = TOKENS) -> CompiledUpdate:
     """Compiles an update.
 
     Args:
         config: the model's config.
         trains: "all", or "modules" on a frozen trunk in fp8.
-        sizes: sizes of the mesh axes.
-
-    Returns:
-        Bytes per device of parameters and optimiser, bytes besides, and CPU seconds of the compilation.
+        mesh: of devices to compile for, such as `h100_mesh`; each has one row.
+        num_tokens: tokens of a row.
     """
-    num_devices = math.prod(sizes.values())
-    mesh = compat.make_mesh(sizes, compat.h100_devices(f"1x1x{num_devices}"))
     model = MTPModel(config, scan_layers=True, implementation="xla", remat=True, dtype=jnp.bfloat16)
     settings = TrainConfig(trains=trains)
     objective, optimizer = dataclasses.replace(settings.objective, vocab_chunk=VOCAB_CHUNK), make_optimizer(settings)
@@ -88,7 +99,7 @@ def compile_update(config: ModelConfig, trains: Trained, sizes: Mapping[str, int
         transform_non_params=lambda leaf: place(leaf, replicated),
     )
     state = state.replace(params=params, optimizer=moments, step=place(state.step, replicated))
-    shape = num_devices, TOKENS
+    shape = mesh.size, num_tokens
     arrays: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.int32, bool)]
     batch = Batch(*arrays)
     numbers = [jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)] * 3
@@ -98,9 +109,11 @@ def compile_update(config: ModelConfig, trains: Trained, sizes: Mapping[str, int
     begin = time.process_time()
     with use_abstract_mesh(mesh.abstract_mesh):
         jitted = jax.jit(step, donate_argnames="state", out_shardings=shardings)
-        memory = jitted.lower(state, batch, *numbers).compile().memory_analysis()
+        compiled = jitted.lower(state, batch, *numbers).compile()
+    memory = compiled.memory_analysis()
     assert memory is not None, "XLA reports no memory for this platform"
-    return memory.argument_size_in_bytes, memory.temp_size_in_bytes, time.process_time() - begin
+    seconds = time.process_time() - begin
+    return CompiledUpdate(memory.argument_size_in_bytes, memory.temp_size_in_bytes, seconds, str(compiled.as_text()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_column(heading, justify="right")
     for number, (name, config, trains, sizes) in enumerate(CELLS, start=1):
         print(f"{number}/{len(CELLS)} {name}, {sizes}", file=sys.stderr, flush=True)
-        arguments, temp, seconds = compile_update(config, trains, sizes)
+        arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes))
         planned = plan.train_bytes(stored_shapes(config, has_fp8=trains == "modules"), sizes, trains=trains)
         row = {"model": name, "trains": trains, "mesh": sizes, "arguments": arguments, "planned": planned}
         rows.append({**row, "temp": temp, "cpu_seconds": round(seconds)})

@@ -1,6 +1,6 @@
-"""Compiles a model's decoding call for a mesh of H100s, from shapes only: memory, collectives and kernels.
+"""Compiles a model's decoding call for H100s or TPUs, from shapes only: memory, collectives and kernels.
 
-Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` lists the required packages.
+Nothing runs, and no such device is needed: `mtpjax.compat` has `h100_devices` and `tpu_devices`, and what they need.
 
 Several functions here and in `mtpjax.evaluation.plan` share these arguments: `params` are shapes, as returned by
 `stored_shapes`; `sizes` are the sizes of the mesh axes by name; `rows` is the batch size, `slots` the number of cache
@@ -33,7 +33,7 @@ from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fi
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import param_shapes
 from mtpjax.models.quantized import BlockScaled
-from mtpjax.models.sharding import num_shards, path_name
+from mtpjax.models.sharding import num_shards, path_name, platform_of
 
 FP8_PLACES = re.compile(r"(query|query_down|query_up|latent_down|qkv|output|gate_up|down)$")
 COLLECTIVE = re.compile(
@@ -51,6 +51,7 @@ class Compiled:
         collectives: number of occurrences of each (operation, shapes, location in the program).
         kernels: number of Triton calls in the module.
         seconds: CPU seconds that compilation took.
+        text: the compiled module.
     """
 
     arguments: int
@@ -58,6 +59,7 @@ class Compiled:
     collectives: Mapping[tuple[str, str, str], int]
     kernels: int
     seconds: float
+    text: str = dataclasses.field(repr=False)
 
 
 def stored_shapes(config: ModelConfig, *, has_fp8: bool) -> dict:
@@ -145,7 +147,12 @@ def compile_call(
     drafter = make_drafter(settings)
     if prefill_chunk is None:
         prefill_chunk = choose_prefill_chunk(
-            model.config, rows, "cuda", implementation=model.implementation, longest_prompt=slots // 2, max_length=slots
+            model.config,
+            rows,
+            platform_of(mesh),
+            implementation=model.implementation,
+            longest_prompt=slots // 2,
+            max_length=slots,
         )
     spec = make_spec(settings, is_greedy=True, prefill_chunk=prefill_chunk)
     # 2. Shard the shapes over the mesh, as decoding shards the arrays.
@@ -166,6 +173,7 @@ def compile_call(
         collectives=find_collectives(text),
         kernels=text.count('custom_call_target="__gpu$xla.gpu.triton"'),
         seconds=time.process_time() - begin,
+        text=text,
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments.training.train_table import CELLS, compile_update
+from mtpjax.evaluation.compiled_call import h100_mesh
 
 MOST = {"16B-A2.4B": {8: 36e9, 64: 23e9}}
 ALL_OF_A_DEVICE = 72e9
@@ -14,7 +15,7 @@ ALL_OF_A_DEVICE = 72e9
 )
 def test_an_update_fits(cell):
     name, config, trains, sizes = cell
-    arguments, temp, seconds = compile_update(config, trains, sizes)
+    arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes))
     num_devices = sizes["fsdp"] * sizes.get("expert", 1)
     print(f"{name}, {sizes}: {arguments / 1e9:.2f} + {temp / 1e9:.2f} GB, {seconds:.0f} s")
     assert arguments + temp < ALL_OF_A_DEVICE
