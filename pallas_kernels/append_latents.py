@@ -1,4 +1,4 @@
-"""Absorbs the queries of latent attention, and appends latents to the cache in place.
+"""Computes latent attention's absorbed queries, and appends latents to the cache in place.
 
 Limit: at decoding's few rows, the launch. One kernel replaces up to seven: adding the parts of two projections, the
 latent's norm, two rotations, the product with the keys' up-projection, and the cache write.
@@ -41,18 +41,19 @@ def append_latents(
     """Computes the absorbed queries of latent attention (DeepSeek-V2, 2405.04434), and appends to its cache.
 
     An absorbed query is `[q_content key_up, rotated q_rope]`, and an entry of the cache `[norm(latent), rotated
-    k_rope]`. Not differentiable: for passes with a cache.
+    k_rope]`. Not differentiable: meant for passes with a cache.
 
     Args:
-        queries: [B, T, N, C + P], for each head its content, then the part that is rotated.
-        latents: [B, T, R + P], the latent, then the key that is rotated, which all heads share.
+        queries: [B, T, N, C + P], for each head the content channels, then the channels to rotate.
+        latents: [B, T, R + P], the latent, then the key to rotate, which all heads share.
         norm: [R] scale of the latent's RMSNorm.
         key_up: [N, C, R] in the dtype of the queries.
         angles: Cosines and sines [B, T, P / 2] float32.
-        cache: [B, S, R + P]. The caller no longer uses it.
-        start: [B] int32 slot of each row's first token. All T slots from there on must exist.
-        places: For a cache in pages, [P, size, R + P]: each token's page and its place there, both [B, T] int32;
-            `start` is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
+        cache: [B, S, R + P], which is updated in place: do not use it after the call.
+        start: [B] int32 slot of each row's first token. All T slots from this slot on must exist.
+        places: For a paged cache [P, size, R + P]: each token's page and offset within the page, both [B, T] int32.
+            `start` is then not read, and entries whose page is outside the pool are dropped. None: the cache is
+            contiguous.
         eps: Added to the mean square in the norm.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P/2).
         implementation: As for every op. More than 64 rows always run the reference.
@@ -84,7 +85,7 @@ def choose_implementation(queries: PartialSums, key_up, cache, implementation: s
     shape = {"rows": B * T, "heads": N, "content": key_up.shape[1], "width": width, "latent": key_up.shape[2]}
     shape |= {"parts": len(queries.parts), "dtype": str(queries.dtype), "cache": str(cache.dtype)}
     chosen = choose("append_latents", implementation, ("xla", "triton"), shape, make_case=make_case)
-    # Within `batch_invariant`, XLA for any number of rows.
+    # Within `batch_invariant`, use XLA for any number of rows.
     return chosen if B * T <= MAX_ROWS and not is_batch_invariant() else "xla"
 
 
@@ -127,7 +128,7 @@ def _append_latents_triton(
     slices = pl.cdiv(R, columns)
     dtype = jnp.dtype(queries.dtype)
     positions = [start] if places is None else list(places)
-    # The positions: the first slot of each row, or page and place of each token.
+    # The positions: the first slot of each row, or each token's page and offset.
     operands = [
         *positions,
         *(one.reshape(n, P // 2) for one in angles),

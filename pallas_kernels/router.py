@@ -1,4 +1,4 @@
-"""Routes tokens to experts: the router's product, and the choice of the best experts: op, kernel, reference.
+"""Routes tokens to experts, that is, computes the router logits and chooses the best experts: op, kernel, reference.
 
 Limit: at decoding's few rows, the launches. Two kernels replace eleven: the product, split over the processors because
 reading the router with one would take longer than all these launches, and the choice, one program per token.
@@ -22,15 +22,15 @@ from pallas_kernels.top_k import top_k
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The rule by which tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
+    """How tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
 
     Attributes:
         k: Experts per token.
-        scoring: Scores are the "sigmoid" or the "softmax" of the logits.
-        num_groups: Groups of neighbouring experts; 1: no groups.
-        num_kept_groups: Groups, by the sum of their two best experts, among which a token chooses.
-        normalises: Divides the weights by their sum.
-        factor: Multiplies the weights.
+        scoring: "sigmoid" or "softmax", the function from logits to scores.
+        num_groups: Groups of consecutive experts; 1: no groups.
+        num_kept_groups: Groups that a token may choose from: those with the largest sum of their two best scores.
+        normalises: Whether to divide the weights by their sum.
+        factor: Factor that multiplies the weights.
     """
 
     k: int
@@ -46,15 +46,15 @@ def route_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses the experts of each token and their weights.
 
-    The product is float32, because its last bits decide between experts. Scores plus bias select, first the groups,
-    then the experts within them; of equal ones the lowest. The weights are the scores without bias. Only "xla" has
-    gradients, of the weights.
+    Logits are float32, because their last bits decide between experts. Scores plus bias select first the groups, then
+    the experts within them; ties go to the lowest index. The weights are the scores without bias. Only "xla" is
+    differentiable, through the weights.
 
     Args:
         x: [n, D] floating.
         router: [D, E] floating.
         bias: [E] floating, or None.
-        is_used: [n] bool; other tokens are not routed, so their ids are E. None: all tokens are used.
+        is_used: [n] bool; unused tokens are not routed and get ids of E. None: all tokens are used.
         implementation: As for every op. More than 64 rows always run "xla".
 
     Returns:
@@ -91,7 +91,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def difference_from_reference(implementation: str, *, dtype, routing: Routing, has_bias: bool) -> float:
-    """Compares the chosen experts' weights with the reference's, as `case.difference_from_xla` does for other ops."""
+    """Compares the chosen experts' weights with the reference, as `case.difference_from_xla` does for other ops."""
     n, D, E = 3, 64, routing.num_groups * -(-max(2, routing.k) // routing.num_kept_groups)
     keys = jax.random.split(jax.random.key(0), 3)
     x, router = jax.random.normal(keys[0], (n, D), dtype), jax.random.normal(keys[1], (D, E)) / 8

@@ -1,14 +1,15 @@
-"""The largest values of rows, in plain JAX."""
+"""Finds the largest values of each row, in plain JAX."""
 
 import jax
 import jax.numpy as jnp
 
 
 def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Computes `jax.lax.top_k` of the last axis without gradients, faster on a CPU: values and int32 indices [..., k].
+    """Computes `jax.lax.top_k` over the last axis, without gradients but faster on a CPU: values and int32 indices
+    [..., k].
 
-    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead, the lower index
-    first among equal ones.
+    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead; among equal values
+    the lower index comes first.
     """
     values = jax.lax.stop_gradient(values)
     # For k = 1, for large k and for small arrays a sort is as fast.

@@ -33,13 +33,13 @@ def make_sampling_arrays(
     Args:
         key: a `jax.random` key that seeds rows without a seed.
         stops: single stop tokens, banned until a row has `min_new_tokens`.
-        features: options to compile in; None: those that any row uses.
+        features: options to compile in; None: the options that at least one row uses.
 
     Returns:
-        `SamplingArrays` of host arrays.
+        `SamplingArrays` with host arrays.
 
     Raises:
-        ValueError: a value is out of range, or a row uses an option that is not in `features`. The message names the
+        ValueError: a value is out of range, or a row uses an option that is not in `features`. The message contains the
             field and the value.
     """
     V = config.vocab_size
@@ -55,8 +55,8 @@ def make_sampling_arrays(
     # 2. logit_bias, allowed_tokens and banned_tokens become one bias per token.
     bias = _bias(sampling, batch, config, stops, arrays["min_new"])
     used["bias"] = bias is not None
-    # 3. Features: a new call compiles in only the options in use. A running state has its features already, so a
-    #    request that uses any other option is an error.
+    # 3. Features: a new call compiles in only the options in use. A running state has fixed features, so a request that
+    # uses any other option is rejected.
     if features is None:
         features = SamplingFeatures(**used)
     missing = [name for name, is_used in used.items() if is_used and not getattr(features, name)]
@@ -142,7 +142,7 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
     for number, (row, min_new_tokens) in enumerate(zip(is_allowed, min_new, strict=True)):
         if min_new_tokens and not row.any():
             raise ValueError(
-                f"row {number} can emit only stop tokens, which min_new_tokens {min_new_tokens} bans at first"
+                f"row {number} can emit only stop tokens, which min_new_tokens={min_new_tokens} bans at the start"
             )
     return bias
 

@@ -1,6 +1,6 @@
 """Multiplies rows by the matrix of the expert that each row chose.
 
-Each program takes rows of one expert and one slab of output columns, and writes each row at its pair's number
+Each program takes rows of one expert and one slab of output columns, and writes each row at its pair's index
 (`route.py`). So the output needs no sort, no two programs write the same element, and the same call gives the same
 bits.
 
@@ -51,7 +51,7 @@ class Tile:
 def _choose_tile(route: Route, x, weight, K, N, num_parts, num_lanes, block) -> Tile:
     """Chooses the tile by shapes; `depth` does not depend on the number of tokens.
 
-    In fp8 the depth decides how many terms are summed before the scale is applied, so it would change a row's bits.
+    With fp8, the depth decides how many terms are summed before the scale is applied, so it would change a row's bits.
     """
     itemsize = weight.dtype.itemsize
     if route.rows_per_product == MIN_ROWS:
@@ -95,14 +95,15 @@ def grouped_matmul_kernel(
     Sums are float32. Rows of pairs without an expert (id of E or more) are not written.
 
     Args:
-        route: A route of either kind.
-        x: [R, K] with a row for each pair or for each token.
+        route: From `route_few_tokens` or `route_many_tokens`.
+        x: [R, K] with one row per pair or per token.
         weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x gate) * (x up)`.
         out_dtype: Dtype of the result.
         scales: float32 for fp8 weights [..., K, ...]: [..., ceil(K / block), ...], otherwise of the same shape.
         transposed: The weight is [E, N, K].
         return_products: Also return the products with gate and up, for the backward pass.
-        platform: "cuda" or "rocm", whose order of programs differs; None: the one that the call is lowered for.
+        platform: "cuda" or "rocm", which differ in the order of programs; None: the platform that the call is lowered
+            for.
 
     Returns:
         [n * k, N], and with `return_products` also the products [n * k, 2, N] in x's dtype.
