@@ -51,7 +51,7 @@ class Drafter:
 
     Attributes:
         layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
-        limits: what drafters of this class do not support. Calls that need it are rejected before `check` runs.
+        limits: what drafters of this class do not support. Calls that use it are rejected before `check` runs.
     """
 
     layer_ids: tuple[int, ...] = ()

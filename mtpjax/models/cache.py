@@ -125,7 +125,7 @@ def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
 
 
 def recurrent_entries(cache: Cache) -> tuple[Entries, ...]:
-    """Returns the states `[B, ...]` of a cache's recurrent layers. The last pass must be committed."""
+    """Returns the states `[B, ...]` of a cache's recurrent layers; requires that the last pass is committed."""
     layers = zip(cache.kinds, cache.layers, strict=True)
     return tuple(entries for kind, entries in layers if ATTENTION_KINDS[kind.attention].is_recurrent)
 

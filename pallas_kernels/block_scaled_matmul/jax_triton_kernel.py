@@ -54,7 +54,7 @@ def multiply_few_rows(x, weights, scales, *, tiles, block, dtype, platform) -> j
 def _mend_jax_triton() -> None:
     """Patches jax_triton 0.4.1, which does not support JAX 0.12 or Triton 3.7 and later."""
     library = jax_triton.triton_lib
-    # Its dead-code rule takes one argument fewer than JAX 0.12 passes. JAX's default rule works.
+    # Its dead-code rule takes one argument fewer than JAX 0.12 passes. JAX's default rule also removes unused calls.
     library.pe.dce_rules.pop(library.triton_kernel_call_p, None)
     # Triton's AMD compiler reads the cluster size from metadata that jax_triton does not set.
     make_llir = library.hb.HIPBackend.make_llir

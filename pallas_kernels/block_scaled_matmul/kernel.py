@@ -105,7 +105,7 @@ def choose_tile(F: int, weights_dtype, dtype, block: int | None) -> tuple[int, i
         weights_dtype: Dtype of the weights.
 
     Returns:
-        Inputs and columns.
+        Inputs and columns per tile.
     """
     is_float32 = dtype.itemsize == 4
     inputs = 32 if is_float32 else TILE_BYTES // (128 * weights_dtype.itemsize)

@@ -135,7 +135,7 @@ def test_a_call_without_settings_takes_the_default_ones(small):
         ({"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 0)}, "must be positive and finite"),
         (
             {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_rates": (0.5, 0.5)},
-            r"depth_rates must hold 1 rates .*, one per level; got \(0.5, 0.5\)",
+            r"depth_rates must hold 1 rates \(one per level\), .*; got \(0.5, 0.5\)",
         ),
         (
             {"num_steps": 2, "topk": 2, "depth_policy": "adaptive", "depth_costs": (1, 2, 3)},

@@ -238,7 +238,7 @@ def test_static_trees_are_checked():
         (eagle, {"topk": 8, "num_steps": 2}, "exceeds the 7 tokens that can be drafted"),
         (medusa, {"draft_vocabulary": (1, 2)}, "applies only to drafter 'mtp'"),
         (medusa, {"topk": 8, "num_steps": 2}, "exceeds the 7 tokens that can be drafted"),
-        (medusa, {"draft_window": 4}, "Medusa heads have none"),
+        (medusa, {"draft_window": 4}, "Medusa heads have no cache"),
         (medusa, {"num_steps": 4}, "exceeds the 3 Medusa heads"),
         (functools.partial(medusa, CHOICES), {"num_steps": 2}, "needs num_steps 2, topk 2, num_draft_tokens 6"),
         (functools.partial(medusa, CHOICES), TREE | {"acceptance": "recursive"}, "draws each node's children"),
