@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 
 def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Computes `jax.lax.top_k` over the last axis, faster on a CPU but without gradients: values, int32 indices [...,
-    k].
+    """Computes `jax.lax.top_k` over the last axis, faster on a CPU but without gradients.
+
+    Returns values and int32 indices, each [..., k].
 
     XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead; among equal values
     the lower index comes first.
