@@ -39,9 +39,8 @@ _KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
 class _Process:
     """State of this process: comparisons made, calls recorded, and times measured on its device."""
 
-    agreed: dict[tuple[str, ...], bool] = dataclasses.field(
-        default_factory=dict
-    )  # keyed by op, implementation and dtypes
+    # Keyed by op, implementation and dtypes.
+    agreed: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)
     kernel_by_rule: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(_KERNEL_BY_RULE))
     recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # filled inside `record_choices`
 

@@ -212,12 +212,8 @@ class DecodeConfig:
 
     def _convert_sequences(self):
         """Converts sequences to tuples of Python numbers; reads each iterator only once."""
-        convert = {
-            "stop_token_ids": check_integer,
-            "draft_vocabulary": check_integer,
-            "depth_costs": _float,
-            "depth_rates": _float,
-        }
+        convert: dict[str, Any] = dict.fromkeys(("stop_token_ids", "draft_vocabulary"), check_integer)
+        convert |= dict.fromkeys(("depth_costs", "depth_rates"), _float)
         for name, of in convert.items():
             value = getattr(self, name)
             if value is not None or name == "stop_token_ids":

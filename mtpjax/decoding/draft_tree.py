@@ -30,9 +30,7 @@ class Candidates:
         self.scores: list[jax.Array] = []  # [B, C] float32 per level
         self.tokens: list[jax.Array] = []  # [B, C] int32 per level
         self.parents: list[jax.Array] = []  # [B, C] flat index of the parent candidate, -1 for the root
-        self.num_candidates = (
-            0  # candidates at all levels so far; flat indices number them in the order they were added
-        )
+        self.num_candidates = 0  # candidates so far, at all levels; flat indices follow the order of addition
 
     def add_children(
         self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, parent_index: jax.Array

@@ -75,8 +75,7 @@ def _per_row_numbers(sampling: SamplingParams, name: str, batch: int) -> np.ndar
         values = np.asarray(getattr(sampling, name), np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a number or one per row, got {getattr(sampling, name)!r}") from error
-    if values.ndim > 1 or (values.ndim and len(values) != batch):
-        raise ValueError(f"{name} has shape {values.shape}, but there are {batch} rows")
+    require(values.shape in ((), (batch,)), f"{name} has shape {values.shape}, but there are {batch} rows")
     return np.full(batch, np.minimum(values, 2**31 - 1), np.int32 if OPTIONS[name].is_integer else np.float32)
 
 
@@ -151,11 +150,9 @@ def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_ne
     """Returns row seeds `[B, 2]` uint32, high word first."""
     # Without explicit seeds the key seeds the rows. Greedy rows need neither.
     if sampling.seed is None:
-        if key is None and is_needed:
-            raise ValueError("a temperature above 0 needs SamplingParams.seed or a key")
+        require(key is not None or not is_needed, "a temperature above 0 needs SamplingParams.seed or a key")
         return np.zeros((batch, 2), np.uint32) if key is None else seeds_from_key(key, batch)
-    given = sampling.seed if np.iterable(sampling.seed) else [sampling.seed] * batch
-    seeds = list(given)
+    seeds = list(sampling.seed) if np.iterable(sampling.seed) else [sampling.seed] * batch
     require(len(seeds) == batch, f"seed has {len(seeds)} values, but there are {batch} rows")
     check_seed(seeds)
     return np.array([divmod(int(seed), 2**32) for seed in seeds], np.uint32)

@@ -82,10 +82,8 @@ def check_numbers(name: str, value: Any) -> None:
         require(_is_number(number), f"{name} must be a number or one per row, got {value!r}")
         if not (minimum <= number <= maximum and abs(number) <= sys.float_info.max):
             raise ValueError(f"{name} {value} must be within {minimum}..{maximum}")
-        if is_integer and number != int(number):
-            raise ValueError(f"{name} must be an integer, got {value}")
-        if is_positive and not number:
-            raise ValueError(f"{name} must be above 0, got {value}")
+        require(not is_integer or number == int(number), f"{name} must be an integer, got {value}")
+        require(not is_positive or number > 0, f"{name} must be above 0, got {value}")
 
 
 def check_seed(value: Any) -> None:

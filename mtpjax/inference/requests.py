@@ -18,7 +18,7 @@ from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings, StateShape
 from mtpjax.decoding.unused_settings import warn_of_unused_settings
 from mtpjax.drafters.methods import find_method
-from mtpjax.messages import count_of
+from mtpjax.messages import count_of, require
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
@@ -114,22 +114,18 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
     # An array may be padded; `lengths` says how much of each row is prompt.
     if isinstance(prompts, (np.ndarray, jax.Array)):
         prompts = np.asarray(prompts)
-        if prompts.ndim != 2:
-            raise ValueError(f"prompts must be [B, T] or a list of token lists, got shape {prompts.shape}")
+        require(prompts.ndim == 2, f"prompts must be [B, T] or a list of token lists, got shape {prompts.shape}")
         if lengths is None:
             return list(prompts)
         lengths = np.asarray(lengths)
-        if not np.issubdtype(lengths.dtype, np.integer):
-            raise ValueError(f"lengths must be integers, got dtype {lengths.dtype}")
+        require(np.issubdtype(lengths.dtype, np.integer), f"lengths must be integers, got dtype {lengths.dtype}")
         if lengths.shape != prompts.shape[:1]:
             raise ValueError(f"lengths has shape {lengths.shape}, but there are {prompts.shape[0]} prompts")
         if (lengths > prompts.shape[1]).any():
             raise ValueError(f"length {lengths.max()} exceeds the {prompts.shape[1]} columns of the prompts")
         return [row[: max(length, 0)] for row, length in zip(prompts, lengths, strict=True)]
-    if not np.iterable(prompts):
-        raise ValueError(f"prompts must be [B, T] or a list of token lists, got {type(prompts).__name__}")
-    if lengths is not None:
-        raise ValueError("lengths must come with an array of prompts, not with a list")
+    require(np.iterable(prompts), f"prompts must be [B, T] or a list of token lists, got {type(prompts).__name__}")
+    require(lengths is None, "lengths must come with an array of prompts, not with a list")
     if any(not np.iterable(row) for row in prompts):
         raise ValueError("prompts must be [B, T] or a list of token lists; a single prompt is a list of one token list")
     try:
@@ -147,19 +143,16 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
     Raises:
         ValueError: for the first violation, in one line with the value and the limit.
     """
-    if not rows:
-        raise ValueError("prompts is empty: decoding needs at least one row")
+    require(bool(rows), "prompts is empty: decoding needs at least one row")
     limit = check_settings(model, config, drafter)
     vocab_size = model.config.vocab_size
     for number, row in enumerate(rows):
         if row.ndim != 1 or not row.size:
             raise ValueError(f"prompt {number} is empty" if not row.size else f"prompt {number} has shape {row.shape}")
-        if not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"prompt {number} must hold token ids, got dtype {row.dtype}")
+        require(np.issubdtype(row.dtype, np.integer), f"prompt {number} must hold token ids, got dtype {row.dtype}")
         # The smallest and the largest id are enough to check the range.
         for token in (int(row.min()), int(row.max())):
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"prompt {number} holds token id {token}, outside 0..{vocab_size - 1}")
+            require(0 <= token < vocab_size, f"prompt {number} holds token id {token}, outside 0..{vocab_size - 1}")
         if row.size >= limit:
             raise ValueError(
                 f"prompt {number} has {count_of(row.size, 'token')}; max_length {limit} leaves room for {limit - 1}"
@@ -183,8 +176,7 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
     if limit > max_positions:
         raise ValueError(f"max_length {limit} exceeds the model's {max_positions} positions (max_position_embeddings)")
     for token in (*config.stop_token_ids, *(token for sequence in config.stop_sequences for token in sequence)):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"stop token id {token} is outside 0..{vocab_size - 1}")
+        require(0 <= token < vocab_size, f"stop token id {token} is outside 0..{vocab_size - 1}")
     # Each unrolled layer has its own cache. A scan over stacked layers would copy every weight in each step.
     if model.scan_layers:
         raise ValueError("decoding needs unrolled layers: use unstack_layers(params, config) and MTPModel(config)")
@@ -215,8 +207,7 @@ def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
             f"deterministic decoding needs the kernels on a GPU, but runs {model.implementation!r} on a "
             f"{jax.default_backend()}: decode the rows one by one, or set implementation to 'interpreted' (slow)"
         )
-    if model.config.index_topk:
-        raise ValueError("deterministic decoding does not support a sparse indexer, which runs in XLA")
+    require(not model.config.index_topk, "deterministic decoding does not support a sparse indexer, which runs in XLA")
     if has_recurrent_layers(model.config):
         raise ValueError("deterministic decoding does not support linear attention, which runs in XLA")
     # Passes of up to 16 tokens and longer passes use different attention kernels, so rounds must have at most 16 tokens
@@ -256,8 +247,7 @@ def fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
             f"{number} stop sequences of up to {width} tokens do not fit: the state holds {shape[0]} of {shape[1]}"
         )
     table = np.full(shape, -1, np.int32)
-    used = stops[:number, stops.shape[1] - width :]
-    table[:number, shape[1] - width :] = used
+    table[:number, shape[1] - width :] = stops[:number, stops.shape[1] - width :]
     return table
 
 

@@ -132,8 +132,7 @@ def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
     [num_slots] = counts
     trunk = dict(params["trunk"])
     for name in placements:
-        if "experts" not in trunk.get(name, {}):
-            raise ValueError(f"{name} is not a trunk layer with experts")
+        require("experts" in trunk.get(name, {}), f"{name} is not a trunk layer with experts")
 
     def place(layer: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
         slots = np.arange(num_slots, dtype=np.int32) % layer["experts"]["router"].shape[-1]

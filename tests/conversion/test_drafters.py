@@ -133,7 +133,7 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
             {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLMEagle3"]},
             "'gemma3_text' with architectures .'Gemma3ForCausalLMEagle3'. is not supported in a drafter",
         ),
-        ("eagle3", {"num_aux_hidden_states": 2}, "so the layers are unknown"),
+        ("eagle3", {"num_aux_hidden_states": 2}, "num_aux_hidden_states is 2, but"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
         ("eagle3", {"draft_vocab_size": 95}, "lm_head.weight has shape"),
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings True"),

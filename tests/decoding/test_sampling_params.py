@@ -181,7 +181,7 @@ def test_what_may_come_early_must_not_be_stop_tokens_alone(small):
     model, params = small("grouped", "mixed")
     config = DecodeConfig(stop_token_ids=(7,))
     sampling = SamplingParams(allowed_tokens=np.array([7]), min_new_tokens=2)
-    with pytest.raises(ValueError, match="row 0 can emit only stop tokens, which min_new_tokens 2 bans"):
+    with pytest.raises(ValueError, match="row 0 can emit only stop tokens, which min_new_tokens=2 bans"):
         speculative_generate(params, [[1]], model=model, config=config, sampling=sampling)
 
 

@@ -120,9 +120,7 @@ def _layer_ids(
     default = default_layer_ids(trunk.num_hidden_layers)
     if not listed:
         if count not in (0, NUM_STATES):
-            raise ConfigError(
-                f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} is missing, so the layers are unknown"
-            )
+            raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} is missing")
         return default
     if count and count != len(listed):
         raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {len(listed)}")

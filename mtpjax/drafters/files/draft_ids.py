@@ -65,11 +65,11 @@ def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.nda
     if not is_offsets:
         if marks is not None and _are_tokens(ids, V):
             raise CheckpointFileError(
-                f"{files.path}: {IS_DRAFTED} and {OFFSETS} define different draft vocabularies:  {IS_DRAFTED} marks "
+                f"{files.path}: {IS_DRAFTED} and {OFFSETS} define different draft vocabularies: {IS_DRAFTED} marks "
                 f"{marks.sum()} tokens, of which {OFFSETS} lists {marks[ids].sum()}"
             )
         raise CheckpointFileError(
-            f"{files.path}: {OFFSETS} lists tokens outside 0..{V - 1}, or one twice:  j + {OFFSETS}[j] is from "
+            f"{files.path}: {OFFSETS} lists tokens outside 0..{V - 1}, or one twice: j + {OFFSETS}[j] is from "
             f"{ids.min()} to {ids.max()}"
         )
     if is_absolute and marks is None and R > 1:

@@ -83,7 +83,6 @@ def read_drafter(
             index = tuple((0, size) for size in spec.shape)
             params[tuple(name.split("/"))] = jax.device_put(read_as(files, NO_SCALES, spec, index, kind))
         config = plan.config
-        stored = StoredDrafter(plan.method, config, unflatten_dict(params), None)
         ids = plan.method.require_files().ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
         if isinstance(files, CheckpointFiles):
             files.report()
@@ -91,7 +90,7 @@ def read_drafter(
             # intended.
             if files.unread:
                 log.warning("%s has safetensors files that are not read: %s", path, ", ".join(files.unread))
-    return dataclasses.replace(stored, draft_ids=ids)
+    return StoredDrafter(plan.method, config, unflatten_dict(params), ids)
 
 
 def open_drafter(path: pathlib.Path) -> CheckpointFiles | TorchFile:

@@ -79,14 +79,11 @@ class MedusaDrafter(TrainedDrafter):
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the heads are for a different trunk or do not support the settings."""
         super().check(model, config)
-        if self.choices:
-            self._check_choices(config)
-
-    def _check_choices(self, config: DecodeConfig) -> None:
-        """Raises `ValueError` unless the settings describe the static tree."""
-        depth = max(map(len, self.choices))
+        if not self.choices:
+            return
+        # The settings must describe the static tree.
         wanted = {
-            "num_steps": depth,
+            "num_steps": max(map(len, self.choices)),
             "topk": max(rank for path in self.choices for rank in path) + 1,
             "num_draft_tokens": len(self.choices) + 1,
         }

@@ -44,9 +44,7 @@ def parse_medusa(
     for key, found in zip(keys, (len(heads), len(layers)), strict=True):
         stated = reader.integer(key, found, low=0)
         if stated != found:
-            log.warning(
-                "config.json: %s is %d, but the files contain %d; using the number from the files", key, stated, found
-            )
+            log.warning("config.json: %s is %d, but the files contain %d; using %d", key, stated, found, found)
     vocab_size = reader.integer("vocab_size", trunk.vocab_size)
     draft_size = shapes[output][0]
     if form == "vllm" and draft_size != reader.integer("truncated_vocab_size", vocab_size):
