@@ -194,7 +194,8 @@ def _append_heads_kernel(
 ):
     """Handles the heads of one key head at one token.
 
-    The channels of a head are up to three groups: first and second of each rotated pair, and those without rotation.
+    A head's channels form up to three groups: the first and the second channels of rotated pairs, and unrotated
+    channels.
     """
     *refs, _, _, q_ref, keys_ref, values_ref = refs
     *place_refs, cos_ref, sin_ref, parts_ref = refs[: 5 if is_paged else 4]

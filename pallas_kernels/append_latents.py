@@ -64,7 +64,7 @@ def append_latents(
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
     P = width - C
-    # C content channels and P rotated ones make a query, R latent channels and P rotated ones an entry.
+    # A query has C content and P rotated channels; a cache entry has R latent and P rotated channels.
     fits = latents.shape == (B, T, R + P) and cache.shape[2] == R + P and start.shape == (B,)
     fits &= len(cache) == B if places is None else all(one.shape == (B, T) for one in places)
     if not fits or len(key_up) != N or norm.shape != (R,) or any(one.shape != (B, T, P // 2) for one in angles):
@@ -117,12 +117,12 @@ def append_latents_reference(
 def _append_latents_triton(
     queries, latents, norm, key_up, angles, cache, start, places, eps, interleaved, *, interpret
 ):
-    """Runs programs for each head and slice of the latent's columns, and one for each token's entry."""
+    """Runs one program for each head and slice of the latent's columns, and one for each token's entry."""
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
     n, P = B * T, width - C
-    # All tokens are one tile of rows, at least the 16 that tensor cores multiply. The latent's columns are split, to
-    # have more programs.
+    # All tokens form one tile of at least 16 rows, the fewest that tensor cores multiply. The latent's columns are
+    # split to get more programs.
     rows = max(16, pl.next_power_of_2(n))
     columns = min(64, max(16, pl.next_power_of_2(R)))
     slices = pl.cdiv(R, columns)
@@ -148,7 +148,7 @@ def _append_latents_triton(
             interleaved=interleaved,
         ),
         out_shape=[jax.ShapeDtypeStruct((n, N, R + P), dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
-        # Grid: first the programs that absorb, then one for each token that appends its entry.
+        # Grid: first the programs that absorb, then one program per token, which appends its entry.
         grid=(N * slices + n,),
         input_output_aliases={len(operands): 1},  # the cache is updated in place
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
@@ -224,7 +224,7 @@ def _append_latents_kernel(*refs, tile, slices, num_tokens, dtypes, eps, interle
         absorbed = jnp.dot(q, up, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         store(absorbed_ref, (head,), row, is_row, column, is_column, absorbed)
 
-        # The rotated part follows it; the first slice writes it.
+        # The rotated part follows the content; the first slice writes it.
         @pl.when(part == 0)
         def write_rotated():
             for half, x in enumerate(rotated(queries_ref, row, is_row, begin + C, dtypes[0])):

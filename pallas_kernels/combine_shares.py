@@ -131,10 +131,10 @@ def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> j
     """
     B, _, Z, T, N, R = outputs.shape
     V, n = value_up.shape[2], B * T
-    # All tokens are one tile of rows, at least the 16 that tensor cores multiply.
+    # All tokens form one tile of at least 16 rows, the fewest that tensor cores multiply.
     rows = max(16, pl.next_power_of_2(n))
-    # Few rows: narrow slices of the values, for enough programs. Many rows: wide ones, because each slice repeats the
-    # combination.
+    # Few rows: narrow slices of the values, to get enough programs. Many rows: wide slices, because each slice repeats
+    # the combination.
     columns = min(max(16, pl.next_power_of_2(V)), 32 if rows == 16 else 128)
     slices = pl.cdiv(V, columns)
     shares_bytes = outputs.nbytes + 2 * log_sums.nbytes

@@ -157,7 +157,7 @@ def _run_kernel(hidden, head, *, k, num_tokens, is_transposed, interpret, platfo
     # Merge the blocks of columns: rescale each block's sum of exponentials to the largest logit of the row.
     highest = values[:, :, 0].max(axis=1, keepdims=True)
     logsumexp = highest[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - highest)).sum(axis=1))
-    # The candidates are in column order where they are equal, so the first of equal ones is the lower column.
+    # Equal candidates are in column order, so the first of them has the lowest column.
     values, indices = values.reshape(num_rows, -1), indices.reshape(num_rows, -1)
     # One logit needs no sort.
     if k == 1:

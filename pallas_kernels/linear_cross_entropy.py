@@ -8,7 +8,7 @@ multiplication.
 
 A kernel that accumulated both gradients itself would need a further product, and has no room for the sums: `[rows, D]`
 float32 does not fit registers or shared memory, and splitting D computes the logits again for each part. So the kernel
-writes the gradient of the logits for some columns at a time, in hidden's dtype, and XLA multiplies it with head and
+writes the gradient of the logits for some columns at a time, in hidden's dtype, and XLA multiplies it by head and
 hidden.
 """
 

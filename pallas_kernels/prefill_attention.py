@@ -118,7 +118,7 @@ def _run_kernel(
     value_slices = blocks.column_slices(width)
     key_slices = blocks.column_slices(*((width,) if is_latent else ()), H)
     num_blocks = pl.cdiv(R, tiles.rows)
-    # Widths of blocks, which exceed the array where its last slice is padded; masks cover the excess.
+    # Block widths. They exceed the array if its last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(begin + padded for begin, _, padded in slices)
         for slices in (value_slices, key_slices, *([] if is_latent else [value_slices]))
@@ -180,7 +180,8 @@ def _prefill_attention_kernel(start_ref, *refs, program, group_size, num_rows, h
     # Load the queries once, in their own dtype.
     q = [blocks.load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in program.key_slices]
 
-    # The blocks of slots that some query attends to: those of the sinks, then from the first window to the last query.
+    # The blocks of slots that at least one query attends to: the sinks' blocks, then the blocks from the first window
+    # to the last query.
     end_slot = jnp.minimum(jnp.max(last_slot, axis=0) + 1, num_slots)
     window_start = None
     num_sink_blocks, first_block = 0, 0

@@ -80,7 +80,7 @@ def route_tokens(
 
 
 def make_case(shape: Shape) -> Case:
-    # The shape says only that there are groups: take four, if they divide the experts.
+    # The shape only says whether there are groups: use four if that divides the experts.
     groups = 4 if shape["scoring"].endswith("in groups") and shape["experts"] % 4 == 0 else 1
     scoring = shape["scoring"].split()[0]
     routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)
@@ -133,7 +133,7 @@ def _select_experts_triton(logits: PartialSums, bias, is_used, routing, interpre
     # Triton arrays have power-of-two sizes, so groups and the experts of a group are padded.
     groups = pl.next_power_of_2(routing.num_groups)
     per_group = pl.next_power_of_2(E // routing.num_groups)
-    # Integers, which are as long in memory as in a register.
+    # Use integers, which have the same size in memory as in a register.
     optional = {"bias": bias, "is_used": None if is_used is None else is_used.astype(jnp.int32)}
     optional = {name: array for name, array in optional.items() if array is not None}
     return tuple(
@@ -168,7 +168,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
     optional = dict(zip(names, optional_refs, strict=True))
     token = pl.program_id(0)
     per_group = num_experts // routing.num_groups
-    # Number of each place's expert; padding gets numbers after all experts.
+    # Expert index of each position; padding gets indices after all experts.
     group, member = jnp.arange(tile[0]), jnp.arange(tile[1])
     is_expert = (group < routing.num_groups)[:, None] & (member < per_group)[None, :]
     expert = jnp.where(is_expert, group[:, None] * per_group + member[None, :], num_experts)
@@ -187,8 +187,8 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         choice = choice + plt.load(optional["bias"].at[expert], mask=is_expert, other=0.0).astype(jnp.float32)
     choice = jnp.where(is_expert, choice, lowest)
 
-    # Keep the best groups, one at a time, by the sum of their two best experts. `argmax` takes the lowest of equal
-    # ones, and compares no numbers that a compiler may have computed twice and rounded differently.
+    # Keep the best groups, one at a time, by the sum of their two best experts. `argmax` picks the lowest index among
+    # equal values, and does not compare numbers that a compiler may have computed twice with different rounding.
     if routing.num_groups > 1:
         value = jnp.max(choice, axis=1)
         if per_group > 1:

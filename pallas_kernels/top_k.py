@@ -21,7 +21,7 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     def one_by_one(values):
         index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
 
-        # A scan, because its inputs are in memory. Without one XLA may fuse the computation of `values` into both the
+        # Use a scan, because its inputs are in memory. Otherwise XLA may fuse the computation of `values` into both the
         # maximum and the comparison with it; rounded differently there, the maximum would equal no element.
         def find_largest(is_left, _):
             # The maximum of the remaining elements, its first index, and a mask without that element.

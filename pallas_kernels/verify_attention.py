@@ -193,7 +193,7 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
     """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942.
 
     On sm_90 two or three stages of loads are in flight, 32 KB or more per program. On gfx942 q stays in registers, and
-    its 64 KB of shared memory hold one stage. On sm_90 float32 runs without tensor cores: exact, not fast.
+    its 64 KB of shared memory hold one stage. On sm_90 float32 runs without tensor cores, which is exact but slow.
 
     Args:
         num_rows: Query rows per key head, T * G.
@@ -430,14 +430,14 @@ def _verify_attention_kernel(
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
     q = [blocks.load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
-    # The row's blocks of slots: those of the sinks, then those from the first slot that a token attends to. This
+    # The row's blocks of slots: the sinks' blocks, then the blocks from the first slot that a token attends to. This
     # program takes an equal share of them.
     num_sink_blocks = pl.cdiv(sinks, tiles.slots)
     first_window_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
     end_slot = jnp.minimum(num_committed + num_draft_slots, num_slots)
     num_blocks = num_sink_blocks + jnp.maximum(pl.cdiv(end_slot, tiles.slots) - first_window_block, 0)
     if is_invariant:
-        # A share is a fixed range of slots. Blocks are counted without those between sinks and window.
+        # A share is a fixed range of slots. The block count excludes the blocks between sinks and window.
         def count_blocks(slot):
             before = slot // tiles.slots
             return jnp.minimum(before, num_sink_blocks) + jnp.maximum(before - first_window_block, 0)

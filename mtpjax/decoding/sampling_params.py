@@ -109,15 +109,12 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
             raise ValueError(f"{name} holds token id {wrong}, outside 0..{V - 1}")
         return values.astype(int)
 
-    def is_mapping(value) -> bool:
-        return isinstance(value, Mapping)
-
     def is_ids(value) -> bool:
         is_list = np.iterable(value) and not isinstance(value, str)
         return is_list and all(isinstance(token, (int, np.integer)) for token in value)
 
     # 1. Add the biases, then ban everything outside allowed_tokens, then ban banned_tokens.
-    tests = {"logit_bias": is_mapping, "allowed_tokens": is_ids, "banned_tokens": is_ids}
+    tests = {"logit_bias": lambda value: isinstance(value, Mapping), "allowed_tokens": is_ids, "banned_tokens": is_ids}
     columns = [_per_row_values(name, getattr(sampling, name), batch, test) for name, test in tests.items()]
     for row, biases, allowed, banned in zip(bias, *columns, strict=True):
         values = np.asarray(list((biases or {}).values()), np.float32)

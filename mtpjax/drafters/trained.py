@@ -101,8 +101,7 @@ class TrainedDrafter(Drafter):
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """Names of the output matrices in the network, one per level or one for all levels. Where the network has no
-        such matrix, the trunk's head is used."""
+        """Names of the output matrices: one per level, or one for all. The trunk's head replaces missing matrices."""
         return ("head",)
 
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:

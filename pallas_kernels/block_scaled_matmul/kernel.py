@@ -38,8 +38,8 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     num_tiles, num_columns = pl.cdiv(D, inputs), [pl.cdiv(F, columns) for F in widths]
     out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
 
-    # Grid: (blocks of rows if several, columns of tiles of one matrix after the other, parts of D). The arrays are
-    # passed whole; the kernel computes its own addresses.
+    # Grid: (row blocks if there are several, tile columns of all matrices in order, parts of D). The arrays are passed
+    # whole, and the kernel computes addresses.
     operands = [array for matrix in matrices for array in matrix if array is not None]
     return pl.pallas_call(
         functools.partial(
@@ -56,7 +56,8 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
         out_shape=[jax.ShapeDtypeStruct((num_parts, n, F), out_dtype) for F in widths],
         grid=(*([num_row_blocks] if num_row_blocks > 1 else []), sum(num_columns), num_parts),
         # Stages prefetch tiles through shared memory. One-byte weights use none: their row order must reach registers
-        # unchanged (see the kernel), and other programs hide the wait. 64 rows use 3 stages, the 64 KB of an MI300X.
+        # unchanged (see the kernel), and other programs hide the latency. 64 rows use 3 stages, which fill the 64 KB of
+        # an MI300X.
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_one_byte else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_row_blocks * padded * D * sum(widths),
@@ -156,7 +157,8 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
             sizes = {"block": block, "is_integer_fp8": is_integer_fp8}
             return total + multiply_tile(x, weights_ref, scales_refs, first, column, is_column, **sizes)
 
-        # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
+        # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both to have the same
+        # type.
         num_tiles = pl.cdiv(D, inputs)
         first, last = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
         total = jax.lax.fori_loop(first, last, add_tile, jnp.zeros((padded, columns), jnp.float32))

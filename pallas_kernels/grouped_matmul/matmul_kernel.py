@@ -7,9 +7,9 @@ bits.
 Limit: with `route_few_tokens` the bytes of the active experts, with `route_many_tokens` multiplications.
 
 fp8 weights enter as `uint16`, two columns each, for two reasons. Tensor cores need two neighbouring rows of a column
-side by side, and the path from shared memory transposes 16-bit numbers but not bytes. And Pallas uses 32-bit offsets
-for arrays up to 2^32 bytes, which overflow for 2^31 or more one-byte elements, as in DeepSeek-V3's `down`; with 16-bit
-elements they cannot.
+packed together, but the path from shared memory transposes 16-bit numbers and not bytes. Also, Pallas uses 32-bit
+offsets for arrays up to 2^32 bytes, which overflow for 2^31 or more one-byte elements, as in DeepSeek-V3's `down`; with
+16-bit elements they cannot.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def _choose_tile(route: Route, x, weight, K, N, num_parts, num_lanes, block) -> 
     """
     itemsize = weight.dtype.itemsize
     if route.rows_per_product == MIN_ROWS:
-        # Few tokens: a step reads whole cache lines of 128 bytes, or half lines where whole ones would give too few
+        # Few tokens: a step reads whole cache lines of 128 bytes, or half lines if whole lines would give too few
         # programs to keep the processors busy. fp8 needs more programs, because unpacking takes time.
         columns, depth = 128 // itemsize, 32 if itemsize == 4 else 64
         num_programs = min(route.num_pairs, route.num_experts) * pl.cdiv(N // num_lanes, columns)
@@ -126,7 +126,7 @@ def grouped_matmul_kernel(
     if return_products:
         outputs.append(jax.ShapeDtypeStruct((route.num_pairs, num_parts, N), x.dtype))
     inputs = [x, weight] + ([] if scales is None else [scales])
-    # Only the ids know how many experts are active. The cost assumes as many as possible, read again for each block.
+    # The number of active experts depends on the ids. The cost estimate assumes the maximum, read again for each block.
     max_active_experts = min(E, route.num_pairs)
     num_weight_reads = max_active_experts
     if route.max_products == 1:

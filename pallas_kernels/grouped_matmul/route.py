@@ -84,8 +84,9 @@ def route_few_tokens(ids, num_experts: int) -> Route:
             each = lambda index, _: process(index * (max_products * MIN_ROWS), max_products)
             jax.lax.fori_loop(jnp.int32(0), passes, each, None)
 
-        # Up to 16 tokens need one pass of one product. With more, an expert of at most 16 rows takes one product, and a
-        # larger one takes passes of two. A token may choose an expert several times, so both cases loop.
+        # Up to 16 tokens need one pass of one product. With more tokens, an expert with at most 16 rows takes one
+        # product, and an expert with more rows takes passes of two products. A token may choose an expert several
+        # times, so both cases loop.
         if max_products == 1:
             pl.when(is_active)(process_all)
         else:
@@ -139,7 +140,7 @@ def route_many_tokens(ids, num_experts: int, max_rows: int = 128) -> tuple[Route
 
         @pl.when(num_rows > 0)
         def _():
-            # The block's pairs in sorted order; invalid rows name the pair beyond the last.
+            # The block's pairs in sorted order; invalid rows refer to the pair after the last.
             row = jnp.arange(rows_per_product)
             is_valid = row < num_rows
             indices = pl.ds(plt.load(first_pair_ref.at[block]), rows_per_product)

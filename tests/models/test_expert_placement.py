@@ -89,7 +89,7 @@ def test_all_layers_get_the_same_number_of_copies(small):
     assert sorted(slots["layer_1"].tolist()) == [0, 0, 1, 1, *range(2, 8)]
     assert sorted(slots["layer_2"].tolist()) == [*range(8), 7, 7]
     assert placed["trunk"]["layer_2"]["experts"]["down"].shape[0] == 10
-    with pytest.raises(ValueError, match="multiple of 2 devices"):
+    with pytest.raises(ValueError, match="multiple of the 2 devices"):
         place_all_layers(params, num_devices=2, num_redundant=1)
     with pytest.raises(ValueError, match=r"layer_2 has 8 experts, but its counts have shape \(3,\)"):
         place_all_layers(params, num_devices=1, counts={"layer_2": np.ones(3)})

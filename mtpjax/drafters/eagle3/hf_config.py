@@ -92,8 +92,9 @@ def parse_eagle3(
         residual = reader.flag("norm_before_residual", False)
     if form == "specforge" and block.num_hidden_layers > 1:
         raise ConfigError(
-            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format, whose programs "
-            "disagree about the residual and the norms after the first layer; supported: 1, or speculators' format"
+            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format: the "
+            "programs that read it disagree about the residual and the norms after the first layer; supported: 1, or "
+            "speculators' format"
         )
     return make_architecture(
         Eagle3Config,
