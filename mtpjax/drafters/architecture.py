@@ -77,7 +77,7 @@ class LayersConfig:
         require(1 <= size <= V, f"draft_vocab_size {size} is not within 1..{V}")
         require(
             self.own_head or size == V,
-            f"draft_vocab_size {size} is below the vocabulary of {V}: the trunk's head has the columns of all tokens",
+            f"draft_vocab_size {size} is below the vocabulary of {V}: the trunk's head has columns for all tokens",
         )
 
     @property

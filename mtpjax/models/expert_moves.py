@@ -52,7 +52,9 @@ def _take_around_ring(own: jax.Array, source: jax.Array, over: tuple[str, ...]) 
     from_next = [(sender, (sender - 1) % num_devices) for sender in range(num_devices)]
 
     def take(passing: jax.Array, taken: jax.Array, step: jax.Array | int) -> jax.Array:
-        """Copies the slots that this device needs from those in transit, which the device `step` positions on owns."""
+        """Copies the slots that this device needs from those in transit, the slots of the device `step` positions
+        further.
+        """
         place = wanted - (device + step) % num_devices * size
         is_here = ((place >= 0) & (place < size)).reshape(size, *[1] * (own.ndim - 1))
         return jnp.where(is_here, jnp.take(passing, place, axis=0, mode="clip"), taken)

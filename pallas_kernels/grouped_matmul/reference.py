@@ -46,7 +46,7 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
 def grouped_matmul_by_pair(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, block=128):
     """Runs each (token, expert) pair separately, in a loop of static length: the form for few tokens on a GPU.
 
-    On a GPU a loop whose length depends on data returns to the host after every step, and `grouped_matmul_by_expert`
+    A loop whose length depends on data returns to the host there after every step, and `grouped_matmul_by_expert`
     triples an expert's bytes because it copies the expert. `row_times_matrix` reads weights once, as they are stored.
     Pairs that chose the same expert read it again. Sums are float32.
     """
