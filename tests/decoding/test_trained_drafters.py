@@ -272,7 +272,7 @@ def test_sizes_that_do_not_fit_are_refused():
         ({"layer_ids": (0, 0)}, "must be distinct"),
         ({"layer_ids": (0, 4)}, "within 0..3"),
         ({"draft_vocab_size": 12}, "not within 1..11"),
-        ({"own_head": False}, "the trunk's head has the columns of all tokens"),
+        ({"own_head": False}, "the trunk's head has columns for all tokens"),
         ({"target_hidden_size": 16}, "needs its own embedding and head"),
     ):
         with pytest.raises(ValueError, match=message):
