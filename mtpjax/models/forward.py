@@ -164,7 +164,7 @@ def forward_depths(
     modules = config.num_mtp_modules
     num_depths = modules if num_depths is None else num_depths
     is_possible = num_depths == 0 or (num_depths > 0 and modules > 0)
-    require(is_possible, f"num_depths={num_depths} is not possible with {modules} MTP modules")
+    require(is_possible, f"num_depths {num_depths} is not possible with {modules} MTP modules")
     is_known = attention_layout in ("ttt", "stream")
     require(is_known, f"attention_layout '{attention_layout}' is not one of ttt, stream")
     apply = bind(model, params)

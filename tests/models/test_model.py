@@ -92,7 +92,7 @@ def test_bad_input_is_one_line_that_names_it(keywords, named, small):
 
 def test_depths_without_modules_are_refused(small):
     model, params = small(num_mtp_modules=0)
-    with pytest.raises(ValueError, match="num_depths=1 is not possible with 0 MTP modules"):
+    with pytest.raises(ValueError, match="num_depths 1 is not possible with 0 MTP modules"):
         forward(params, TOKENS, model=model, num_depths=1)
 
 
