@@ -1,21 +1,21 @@
 """Pallas kernels for JAX, each with a plain JAX reference that defines its meaning.
 
-Each op is one function, in the module of its name, which chooses the kernel or the reference: `implementation` is "xla"
-(plain JAX: the reference, or a faster form with the same meaning), "triton" (the kernel, on CUDA and ROCm),
+Each op is one function, in the module with the same name, which chooses the kernel or the reference: `implementation`
+is "xla" (plain JAX: the reference, or a faster form with the same meaning), "triton" (the kernel, on CUDA and ROCm),
 "interpreted" (the kernel in Pallas's interpreter, on any machine) or "auto" (`pallas_kernels.dispatch`). Every op
-raises `ValueError` for an unknown implementation and for shapes or dtypes that do not fit. Below the ops, `interpret`
-runs a kernel in the interpreter, `platform` is "cuda" or "rocm", and `block` is the number of neighbouring inputs that
-share a scale. The package imports nothing from mtpjax.
+raises `ValueError` for an unknown implementation and for inconsistent shapes or dtypes. In the functions that ops call,
+`interpret` runs a kernel in the interpreter, `platform` is "cuda" or "rocm", and `block` is the number of neighbouring
+inputs that share a scale. The package imports nothing from mtpjax.
 
 | op | what limits it on a GPU |
 |---|---|
-| `rms_norm` | bytes of the rows, read once and written once |
+| `rms_norm` | bytes of the rows, each read and written once |
 | `add_rms_norm`, `append_heads`, `append_latents`, `route_tokens` | at decoding's few rows, the launch |
 | `block_scaled_matmul`, `gated_matmul`, `head_top_k` | bytes of the weights, each read once |
 | `grouped_matmul` | few tokens: bytes of the chosen experts; many tokens: multiplications |
 | `verify_attention` | bytes of the KV cache; multiplications for latent attention with many heads |
 | `prefill_attention` | multiplications |
 | `gated_delta_verify`, `gated_delta_steps` | bytes of the recurrent state; from about 5 tokens on, arithmetic |
-| `gated_delta` | latency of the small products of one chunk after the other |
+| `gated_delta` | latency of the small sequential matmuls of each chunk |
 | `linear_cross_entropy`, `linear_total_variation` | multiplications |
 """

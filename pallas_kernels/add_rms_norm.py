@@ -1,7 +1,7 @@
 """Adds an update to the residual stream and normalises the sum: op, kernel and reference.
 
-Limit: at decoding's few rows, the launch. One kernel replaces three: adding the parts of a split product, adding them
-to the residual stream, and the norm of the sum.
+Limit: at decoding's few rows, the launch. One kernel replaces three: one that adds the parts of a split matmul, one
+that adds them to the residual stream, and the norm.
 """
 
 import functools
@@ -24,18 +24,18 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Adds an update to x, and normalises the sum (RMSNorm, 1910.07467).
 
-    The update is rounded to its dtype before it is added, and the sum to x's dtype before it is normalised, as the
-    separate operations do. Differentiable in reverse mode.
+    The update is rounded to its dtype before it is added, and the sum to x's dtype before it is normalised, as with
+    separate operations. Differentiable in reverse mode.
 
     Args:
         x: [..., D] floating, the residual stream; None if it starts with the update.
-        update: Product [..., D], such as the output of a layer.
+        update: [..., D], such as the output of a layer, possibly in parts (`PartialSums`).
         scale: [D] floating.
         eps: Added to the mean square before the square root.
         zero_centred: Multiplies by `1 + scale` instead of `scale`.
 
     Returns:
-        The sum and its norm, both [..., D] in x's dtype, without x in the update's.
+        The sum and its norm, both [..., D], in x's dtype or, without x, in the update's dtype.
     """
     stream = update if x is None else x
     if update.shape != stream.shape or not update.shape or scale.shape != update.shape[-1:]:

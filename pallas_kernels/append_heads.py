@@ -34,7 +34,7 @@ class Heads:
 
     Attributes:
         bias: [K, G + 2, H] added to the projection; None: no bias.
-        norms: Scales [H] of the RMSNorm of queries and of keys; None: no norm.
+        norms: RMSNorm scales [H] for queries and for keys; None: no norm.
         eps: Added to the mean square in the norms.
         zero_centred: The norms multiply by `1 + scale`.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P).
@@ -50,20 +50,21 @@ class Heads:
 def append_heads(
     projected: PartialSums, angles, keys, values, start, heads: Heads, places=None, *, group_size, implementation="auto"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Makes queries, keys and values of a projection, and appends the keys and values to the cache.
+    """Computes queries, keys and values from a projection, and appends the keys and values to the cache.
 
-    Not differentiable: for passes with a cache.
+    Not differentiable: meant for passes with a cache.
 
     Args:
         projected: [B, T, K, G + 2 or more, H]: for each of K key heads G queries, its key, its value, and entries that
             this op ignores.
         angles: Cosines and sines [B, T, P] float32; the first 2 P channels of queries and keys are rotated.
-        keys: [B, K, S, H], the cache. The caller no longer uses it.
+        keys: [B, K, S, H], the cache, which is updated in place: do not use it after the call.
         values: [B, K, S, H], the cache, as `keys`.
-        start: [B] int32 slot of each row's first token. All T slots from there on must exist.
+        start: [B] int32 slot of each row's first token. All T slots from this slot on must exist.
         heads: Bias, norms and rotation of the heads.
-        places: For a cache in pages, [P, K, size, H]: each token's page and its place there, both [B, T] int32; `start`
-            is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
+        places: For a paged cache [P, K, size, H]: each token's page and offset within the page, both [B, T] int32.
+            `start` is then not read, and entries whose page is outside the pool are dropped. None: the cache is
+            contiguous.
         group_size: G.
         implementation: As for every op. More than 64 rows always run the reference.
 
@@ -141,7 +142,7 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, places, 
     parts = projected.parts.reshape(num_parts, B * T, K * per_key * H)
     extra = [] if heads.bias is None else [heads.bias]
     extra += [] if heads.norms is None else list(heads.norms)
-    # The positions: the first slot of each row, or page and place of each token.
+    # The positions: the first slot of each row, or each token's page and offset.
     positions = [start] if places is None else list(places)
     operands = [*positions, *angles, parts, *extra]
     # Each program loads the angles twice, for its queries and its key.
@@ -193,7 +194,8 @@ def _append_heads_kernel(
 ):
     """Handles the heads of one key head at one token.
 
-    The channels of a head are up to three groups: first and second of each rotated pair, and those without rotation.
+    A head's channels form up to three groups: the first and the second channels of rotated pairs, and unrotated
+    channels.
     """
     *refs, _, _, q_ref, keys_ref, values_ref = refs
     *place_refs, cos_ref, sin_ref, parts_ref = refs[: 5 if is_paged else 4]

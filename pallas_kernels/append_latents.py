@@ -1,4 +1,4 @@
-"""Absorbs the queries of latent attention, and appends latents to the cache in place.
+"""Computes latent attention's absorbed queries, and appends latents to the cache in place.
 
 Limit: at decoding's few rows, the launch. One kernel replaces up to seven: adding the parts of two projections, the
 latent's norm, two rotations, the product with the keys' up-projection, and the cache write.
@@ -41,18 +41,19 @@ def append_latents(
     """Computes the absorbed queries of latent attention (DeepSeek-V2, 2405.04434), and appends to its cache.
 
     An absorbed query is `[q_content key_up, rotated q_rope]`, and an entry of the cache `[norm(latent), rotated
-    k_rope]`. Not differentiable: for passes with a cache.
+    k_rope]`. Not differentiable: meant for passes with a cache.
 
     Args:
-        queries: [B, T, N, C + P], for each head its content, then the part that is rotated.
-        latents: [B, T, R + P], the latent, then the key that is rotated, which all heads share.
+        queries: [B, T, N, C + P], for each head the content channels, then the channels to rotate.
+        latents: [B, T, R + P], the latent, then the key to rotate, which all heads share.
         norm: [R] scale of the latent's RMSNorm.
         key_up: [N, C, R] in the dtype of the queries.
         angles: Cosines and sines [B, T, P / 2] float32.
-        cache: [B, S, R + P]. The caller no longer uses it.
-        start: [B] int32 slot of each row's first token. All T slots from there on must exist.
-        places: For a cache in pages, [P, size, R + P]: each token's page and its place there, both [B, T] int32;
-            `start` is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
+        cache: [B, S, R + P], which is updated in place: do not use it after the call.
+        start: [B] int32 slot of each row's first token. All T slots from this slot on must exist.
+        places: For a paged cache [P, size, R + P]: each token's page and offset within the page, both [B, T] int32.
+            `start` is then not read, and entries whose page is outside the pool are dropped. None: the cache is
+            contiguous.
         eps: Added to the mean square in the norm.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P/2).
         implementation: As for every op. More than 64 rows always run the reference.
@@ -63,7 +64,7 @@ def append_latents(
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
     P = width - C
-    # C content channels and P rotated ones make a query, R latent channels and P rotated ones an entry.
+    # A query has C content and P rotated channels; a cache entry has R latent and P rotated channels.
     fits = latents.shape == (B, T, R + P) and cache.shape[2] == R + P and start.shape == (B,)
     fits &= len(cache) == B if places is None else all(one.shape == (B, T) for one in places)
     if not fits or len(key_up) != N or norm.shape != (R,) or any(one.shape != (B, T, P // 2) for one in angles):
@@ -84,7 +85,7 @@ def choose_implementation(queries: PartialSums, key_up, cache, implementation: s
     shape = {"rows": B * T, "heads": N, "content": key_up.shape[1], "width": width, "latent": key_up.shape[2]}
     shape |= {"parts": len(queries.parts), "dtype": str(queries.dtype), "cache": str(cache.dtype)}
     chosen = choose("append_latents", implementation, ("xla", "triton"), shape, make_case=make_case)
-    # Within `batch_invariant`, XLA for any number of rows.
+    # Within `batch_invariant`, use XLA for any number of rows.
     return chosen if B * T <= MAX_ROWS and not is_batch_invariant() else "xla"
 
 
@@ -116,18 +117,18 @@ def append_latents_reference(
 def _append_latents_triton(
     queries, latents, norm, key_up, angles, cache, start, places, eps, interleaved, *, interpret
 ):
-    """Runs programs for each head and slice of the latent's columns, and one for each token's entry."""
+    """Runs one program for each head and slice of the latent's columns, and one for each token's entry."""
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
     n, P = B * T, width - C
-    # All tokens are one tile of rows, at least the 16 that tensor cores multiply. The latent's columns are split, to
-    # have more programs.
+    # All tokens form one tile of at least 16 rows, the fewest that tensor cores multiply. The latent's columns are
+    # split to get more programs.
     rows = max(16, pl.next_power_of_2(n))
     columns = min(64, max(16, pl.next_power_of_2(R)))
     slices = pl.cdiv(R, columns)
     dtype = jnp.dtype(queries.dtype)
     positions = [start] if places is None else list(places)
-    # The positions: the first slot of each row, or page and place of each token.
+    # The positions: the first slot of each row, or each token's page and offset.
     operands = [
         *positions,
         *(one.reshape(n, P // 2) for one in angles),
@@ -147,7 +148,7 @@ def _append_latents_triton(
             interleaved=interleaved,
         ),
         out_shape=[jax.ShapeDtypeStruct((n, N, R + P), dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
-        # Grid: first the programs that absorb, then one for each token that appends its entry.
+        # Grid: first the programs that absorb, then one program per token, which appends its entry.
         grid=(N * slices + n,),
         input_output_aliases={len(operands): 1},  # the cache is updated in place
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
@@ -223,7 +224,7 @@ def _append_latents_kernel(*refs, tile, slices, num_tokens, dtypes, eps, interle
         absorbed = jnp.dot(q, up, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         store(absorbed_ref, (head,), row, is_row, column, is_column, absorbed)
 
-        # The rotated part follows it; the first slice writes it.
+        # The rotated part follows the content; the first slice writes it.
         @pl.when(part == 0)
         def write_rotated():
             for half, x in enumerate(rotated(queries_ref, row, is_row, begin + C, dtypes[0])):

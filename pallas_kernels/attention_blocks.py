@@ -1,6 +1,6 @@
 """Code shared by the attention kernels: slices of columns, and the online softmax over blocks of slots.
 
-Triton arrays have power-of-two sizes, so columns of any other number are cut into slices. The softmax is online
+Triton arrays have power-of-two sizes, so other numbers of columns are cut into slices. The softmax is online
 (FlashAttention, 2205.14135): a block of slots at a time, with sums relative to the highest score so far.
 """
 
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8
 
-MASKED_SCORE = -1e30  # score of a masked slot; unlike -inf, differences of it stay finite
+MASKED_SCORE = -1e30  # score of a masked slot; unlike with -inf, differences stay finite
 
 
 def reference(q, keys, values, mask, scale) -> jax.Array:
@@ -42,13 +42,13 @@ def reference(q, keys, values, mask, scale) -> jax.Array:
 
 
 def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entries: int) -> None:
-    """Raises ValueError for arrays that do not follow from the shape of q [B, K, T, G, H].
+    """Raises ValueError for arrays whose shapes do not match q [B, K, T, G, H].
 
     Args:
         keys: [num_entries, K, S, H].
         values: [num_entries, K, S, Hv]; None: the first `value_width` columns of the keys.
-        others: By name an array or None, and the shape that it must have.
-        num_entries: Rows of the cache, or pages of a pool.
+        others: Name -> (array or None, required shape).
+        num_entries: Rows in the cache, or pages in a pool.
     """
     if (values is None) == (value_width is None):
         raise ValueError("pass either values or value_width, the columns of the keys that hold them")
@@ -69,7 +69,7 @@ def describe(q, keys, *, is_windowed: bool) -> dict[str, int | str]:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sizes of a program: query rows, and slots per step, both powers of two; and its warps and stages."""
+    """Sizes of a program: query rows and slots per step (both powers of two), warps and stages."""
 
     rows: int
     slots: int
@@ -83,11 +83,11 @@ class Program:
     """What the programs of an attention kernel have in common.
 
     Attributes:
-        tiles: Their sizes.
+        tiles: The programs' sizes.
         key_slices: Slices of the keys' columns.
         value_slices: Slices of the values' columns.
-        scale: Factor of the scores.
-        is_integer_fp8: Integer arithmetic converts the caches (`is_converted_by_integers`).
+        scale: Factor that multiplies the scores.
+        is_integer_fp8: Whether integer arithmetic converts fp8 caches (`is_converted_by_integers`).
     """
 
     tiles: Tiles

@@ -1,7 +1,7 @@
-"""Pallas's Triton backend, or None in a version of JAX without it, and whether jax_triton is installed.
+"""Pallas's Triton backend (None in JAX versions without it), and whether jax_triton is installed.
 
-JAX has announced that it will remove the backend. Without it every op runs in plain JAX, or in jax_triton if it has
-such a form.
+JAX has announced that it will remove the backend. Without it every op runs in plain JAX, or in jax_triton if the op
+supports it.
 """
 
 import importlib.util

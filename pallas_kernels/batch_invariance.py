@@ -1,9 +1,8 @@
-"""Results that do not depend on the batch: a setting under which every kernel splits its work in one fixed way.
+"""Batch invariance: a setting under which every kernel splits its work in one fixed way, whatever the batch.
 
-By default a kernel chooses its tiles and shares by the number of rows, which is fastest. Tiles and shares determine the
-order of additions, so the last bits of a row depend on the number of rows. Within `batch_invariant` every product takes
-rows in blocks of 16 and attention takes shares of a fixed number of slots. Products that no kernel computes run in
-blocks of 16 rows too.
+By default a kernel chooses its tiles and splits by the number of rows, which is fastest. Tiles and splits determine the
+order of additions, so a row's last bits depend on the number of rows. Within `batch_invariant` every matmul takes rows
+in blocks of 16, and attention splits slots into shares of a fixed size. Matmuls in XLA run in blocks of 16 rows, too.
 """
 
 import contextlib
@@ -12,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-ROWS = 16  # of every product: the fewest that tensor cores multiply
-SHARE_SLOTS = 1024  # slots of a share of attention
+ROWS = 16  # per matmul: the fewest rows that tensor cores multiply
+SHARE_SLOTS = 1024  # slots per share in attention
 
-_is_on = jax.make_user_context(False)  # part of the key of JAX's caches, so a jitted function is traced for each value
+_is_on = jax.make_user_context(False)  # part of JAX's cache key, so a jitted function is traced for each value
 
 
 def batch_invariant(is_on: bool = True) -> contextlib.AbstractContextManager:
-    """Makes the kernels that are traced inside the context independent of the batch; False is the default behaviour.
+    """Makes kernels traced inside the context batch-invariant; with `is_on` False restores the default.
 
     Example:
         >>> with batch_invariant():
@@ -35,9 +34,9 @@ def is_batch_invariant() -> bool:
 
 
 def map_row_blocks(function, rows):
-    """Applies a function of any number of rows [n, ...] row by row, within `batch_invariant` in blocks of 16.
+    """Applies a row-wise function to rows [n, ...]; within `batch_invariant` in blocks of 16 rows.
 
-    So XLA compiles only one size of product.
+    XLA then compiles matmuls of only one size.
     """
     if not is_batch_invariant():
         return function(rows)

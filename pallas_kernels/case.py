@@ -1,6 +1,6 @@
-"""A call of an op on random arrays of some shape, to compare its implementations and to time them.
+"""Calls of ops on random arrays, to compare implementations and to time them.
 
-Each op makes its own case, `make_case`, from the shape by which `pallas_kernels.dispatch.choose` chooses.
+Each op makes its case with `make_case`, from the shape that `pallas_kernels.dispatch.choose` uses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 Shape = Mapping[str, Any]
 Case = tuple[Callable[..., Any], tuple]  # an op that takes `implementation`, and its arrays
 
-# Sizes that do not change a kernel's code, and need not be larger than this to compare numbers.
+# Caps for sizes that do not affect a kernel's code; larger values add nothing to a numerical comparison.
 _MAX_COMPARED = {"rows": 3, "batch": 2, "slots": 256, "vocabulary": 1024, "outputs": 512, "tokens": 5}
 _MAX_COMPARED |= {"queries": 256, "experts": 16}
 
@@ -21,13 +21,13 @@ def difference_from_xla(make_case: Callable[[Shape], Case], shape: Shape, implem
     """Compares an implementation of an op with "xla", on small arrays of the dtypes and widths of a call.
 
     Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
+        The largest difference divided by its bound; more than 1 means that the results are wrong.
     """
     run, arrays = make_case({name: min(size, _MAX_COMPARED.get(name, size)) for name, size in shape.items()})
     found = run(*arrays, implementation=implementation)
     with jax.default_matmul_precision("highest"):
         expected = run(*arrays, implementation="xla")
-    # The bound is relative to the largest number of an output, within the rounding of the dtype.
+    # The bound is relative to an output's largest value and follows the rounding error of the dtype.
     bound = 1e-4 if shape.get("dtype") == "float32" else 3e-2
     worst = 0.0
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -46,12 +46,12 @@ def random_normal(keys: Iterator[jax.Array], shape: tuple[int, ...], dtype: str 
 
 
 def random_parts(keys: Iterator[jax.Array], parts: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Draws the parts `[P, *shape]` of `PartialSums`: float32, a single one in the dtype of the value."""
+    """Draws the parts `[P, *shape]` of `PartialSums`, in float32; a single part has the value's dtype."""
     return random_normal(keys, (parts, *shape), "float32" if parts > 1 else dtype)
 
 
 def random_attention(keys: Iterator[jax.Array], shape: Shape, tokens: int) -> tuple:
-    """Draws queries `[B, K, T, G, H]` of the last tokens of a full cache, its keys and values, start, and window.
+    """Draws queries `[B, K, T, G, H]` for the last tokens of a full cache, its keys and values, start, and window.
 
     A window covers a quarter of the slots.
     """

@@ -1,7 +1,7 @@
 """Combines the shares that `verify_attention` splits a row's slots into: kernels and references.
 
 Limit: at decoding's few rows, the launch. `combine_latents` also applies each head's value up-projection, whose bytes
-are its limit: each is read once.
+are its limit; each byte is read once.
 """
 
 import functools
@@ -15,9 +15,9 @@ from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 
-MAX_LATENT_ROWS = 64  # tokens of the batch that the kernel of `combine_latents` takes
+MAX_LATENT_ROWS = 64  # maximum tokens in the batch for the kernel of `combine_latents`
 _CHUNK = 64  # latent columns that are combined and multiplied at a time
-_TILE_ELEMENTS = 8192  # of the shares that a program loads at once: 64 registers for each of 128 threads
+_TILE_ELEMENTS = 8192  # elements of shares that a program loads at once: 64 registers for each of 128 threads
 
 
 def combine_shares_reference(outputs, log_sums, *, dtype):
@@ -44,8 +44,8 @@ def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
     B, K, Z, T, G, width = outputs.shape
     num_parts = len(log_sums)
     columns_per_part = width // num_parts
-    # All shares are loaded at once, but within `batch_invariant` one at a time: there the order of additions must not
-    # depend on their number, which the cache's capacity determines.
+    # All shares are loaded at once, or one at a time within `batch_invariant`, where the order of additions must not
+    # depend on the number of shares, which follows from the cache's capacity.
     shares = 1 if is_batch_invariant() else pl.next_power_of_2(Z)
     columns = min(pl.next_power_of_2(columns_per_part), max(16, _TILE_ELEMENTS // shares))
     blocks_per_part = pl.cdiv(columns_per_part, columns)
@@ -127,14 +127,14 @@ def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> j
         outputs: [B, 1, Z, T, N, R] float32, the attention over each of Z shares of the slots; B * T <= 64.
         log_sums: [parts, B, 1, Z, T * N] float32, the base-2 logarithm of each share's softmax sum, for each part of
             the columns.
-        value_up: [N, R, V] in `dtype`. The result is [B, T, N, V] in it.
+        value_up: [N, R, V] in `dtype`. The result is [B, T, N, V] in `dtype`.
     """
     B, _, Z, T, N, R = outputs.shape
     V, n = value_up.shape[2], B * T
-    # All tokens are one tile of rows, at least the 16 that tensor cores multiply.
+    # All tokens form one tile of at least 16 rows, the fewest that tensor cores multiply.
     rows = max(16, pl.next_power_of_2(n))
-    # Few rows: narrow slices of the values, for enough programs. Many rows: wide ones, because each slice repeats the
-    # combination.
+    # Few rows: narrow slices of the values, to get enough programs. Many rows: wide slices, because each slice repeats
+    # the combination.
     columns = min(max(16, pl.next_power_of_2(V)), 32 if rows == 16 else 128)
     slices = pl.cdiv(V, columns)
     shares_bytes = outputs.nbytes + 2 * log_sums.nbytes

@@ -1,6 +1,6 @@
-"""Describes the cost of a kernel beyond the fields of `pl.CostEstimate`."""
+"""Describes costs of a kernel that `pl.CostEstimate` has no field for."""
 
-# Largest array, in bytes, that counts as staying in the L2 cache. An H100 has 50 MB, an MI300X 4 MB on each die.
+# Largest array, in bytes, that is assumed to stay in the L2 cache. An H100 has 50 MB, an MI300X 4 MB on each die.
 MAX_L2_OPERAND_BYTES = 4 * 2**20
 
 
@@ -11,8 +11,8 @@ def loads_from_l2(*arrays: tuple[int, int]) -> dict[str, str]:
     traffic subtracts the others. Weights and caches are never listed: each of their bytes is read from memory.
 
     Args:
-        arrays: For each operand its bytes, and the number of times that all programs together load it. Operands larger
-            than `MAX_L2_OPERAND_BYTES` count as read from memory every time.
+        arrays: For each operand, its bytes and how many times all programs together load it. Operands larger than
+            `MAX_L2_OPERAND_BYTES` count as read from memory every time.
 
     Returns:
         `{"from_l2": bytes}`, as text because XLA's metadata holds only text.

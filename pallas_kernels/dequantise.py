@@ -1,4 +1,4 @@
-"""Reads weights that are stored with one scale for each block of inputs."""
+"""Dequantises weights that are stored with one scale per block of inputs."""
 
 import jax
 import jax.numpy as jnp

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 _H100_PROCESSORS = 132
-NUM_DIES = 8  # of an MI300X
+NUM_DIES = 8  # on an MI300X
 
 
 def num_processors() -> int:
     """Returns the number of processors of the GPU: 132 for an H100, 304 for an MI300X.
 
-    It is that of the current mesh's abstract device, as when compiling ahead of time, else that of JAX's first GPU.
-    Without a GPU it is an H100's, so that interpreted kernels split their work as there.
+    The GPU is the current mesh's abstract device (when compiling ahead of time), else JAX's first GPU. Without a GPU it
+    is an H100, so that interpreted kernels split their work as on an H100.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None and device.num_cores:
@@ -26,7 +26,7 @@ def num_processors() -> int:
 def call_by_platform(run, *operands, interpret: bool, differs: bool = True):
     """Calls `run(*operands, platform=...)` with the platform that the computation is lowered for, "cuda" or "rocm".
 
-    If not `differs`, both platforms have the same form, and only one is traced.
+    If `differs` is False, both platforms use the same code, and only one is traced.
     """
     if interpret or not differs:
         return run(*operands, platform="cuda")
@@ -38,29 +38,29 @@ def die_order(*ids, grid, is_reordered: bool = True):
     """Reorders the programs of a grid so that neighbours run on the same die of an MI300X and share its L2 cache.
 
     An MI300X has eight dies, each with its own L2 cache, and consecutive programs go to the dies in turn:
-    program p runs on die p % 8. Here each die gets a run of consecutive places of the grid instead. The runs differ by
-    at most one place where the number of programs is not divisible by the number of dies.
+    program p runs on die p % 8. Here each die gets a run of consecutive grid positions instead. The lengths of the runs
+    differ by at most one if the number of programs is not divisible by the number of dies.
 
     Args:
-        ids: The program's number along each axis of the grid, int32; the first axis varies fastest.
+        ids: The program's index along each grid axis, int32; the first axis varies fastest.
         grid: Number of programs along each axis.
-        is_reordered: False keeps the program's own place, for other devices and for programs that share nothing.
+        is_reordered: False keeps the program's position, for other devices and for programs that share nothing.
 
     Returns:
-        The place that the program takes along each axis, int32. Each place is taken by exactly one program.
+        The program's new position along each axis, int32. Each position is taken by exactly one program.
     """
     if not is_reordered:
         return ids
-    # The program's number in the order in which programs start.
+    # The program's index in launch order.
     program, num_programs = jnp.int32(0), 1
     for index, size in zip(ids, grid, strict=True):
         program, num_programs = program + index * jnp.int32(num_programs), num_programs * size
-    # Die d has the programs d, d + 8, d + 16 and so on. Its run starts after those of the dies before it, of which
-    # the first `num_longer` have one place more.
+    # Die d has the programs d, d + 8, d + 16 and so on. Its run starts after the runs of earlier dies; the first
+    # `num_longer` runs are one position longer.
     run, num_longer = divmod(num_programs, NUM_DIES)
     die = jax.lax.rem(program, jnp.int32(NUM_DIES))
     place = die * jnp.int32(run) + jnp.minimum(die, jnp.int32(num_longer)) + jax.lax.div(program, jnp.int32(NUM_DIES))
-    # Split the place along the axes again.
+    # Convert the position back to an index per axis.
     places = []
     for size in grid:
         places.append(jax.lax.rem(place, jnp.int32(size)))

@@ -16,13 +16,13 @@ from pallas_kernels import measurements
 from pallas_kernels.backend import triton
 from pallas_kernels.case import Case, Shape, difference_from_xla
 
-MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
-MIN_PAGED_ROWS = 32  # rows from which attention over pages runs its kernel
-# Ops that run their kernel on a GPU where nothing near was measured: without it XLA reads experts several times, writes
-# fp8 weights out in a wider dtype, or copies all pages of a cache in every layer. On an H100 a round of 64 rows took
-# two thirds of the time with attention over pages by its kernel; one row in a contiguous cache was faster by XLA than
-# by all kernels. Nothing between was measured, so the rule starts at half of the 64 rows. Other ops run in XLA until
-# they are measured.
+MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes in which every size differs by at most this factor
+MIN_PAGED_ROWS = 32  # minimum rows for which paged attention runs its kernel by default
+# Ops that run their kernel on a GPU if nothing similar was measured: otherwise XLA reads experts several times, writes
+# fp8 weights out in a wider dtype, or copies all pages of a cache in every layer. On an H100 a round with 64 rows took
+# two thirds of the time when the kernel computed paged attention; one row in a contiguous cache was faster in XLA than
+# with all kernels. Nothing in between was measured, so the rule starts at half of the 64 rows. Other ops run in XLA
+# until they are measured.
 _KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
@@ -37,15 +37,16 @@ _KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
 
 @dataclasses.dataclass
 class _Process:
-    """State of this process: comparisons made, calls recorded, and the times that were measured on its device."""
+    """State of this process: comparisons made, calls recorded, and times measured on its device."""
 
-    agreed: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)  # by op, implementation and dtypes
+    # Keyed by op, implementation and dtypes.
+    agreed: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)
     kernel_by_rule: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(_KERNEL_BY_RULE))
     recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # filled inside `record_choices`
 
     @functools.cached_property
     def measured(self) -> dict[str, list]:
-        """The measured times of this device: op -> cells."""
+        """The times measured on this device: op -> cells."""
         return measurements.read()
 
 
@@ -65,27 +66,27 @@ def choose(
     """Returns the implementation to run: one of `offered`, or "interpreted".
 
     "auto" is the implementation that was measured to be fastest for this op, on this device, at the nearest measured
-    shape (`mtpjax tune`, `pallas_kernels.measurements`). Where nothing near was measured, experts, fp8 weights, prefill
-    attention, and attention over the pages of many rows run their kernel on a GPU. In all other cases, where the kernel
-    does not support the arguments, and off the GPU, it is "xla", the plain reference. Before "auto" uses a kernel for
-    the first time, it is compared with the reference on this device; if the numbers differ, "auto" warns and is "xla"
-    from then on.
+    shape (`mtpjax tune`, `pallas_kernels.measurements`). If nothing similar was measured, experts, fp8 weights, prefill
+    attention, and paged attention over many rows run their kernel on a GPU. In all other cases, if the kernel does not
+    support the arguments, and without a GPU, it is "xla", the plain reference. Before "auto" uses a kernel for the
+    first time, the kernel is compared with the reference on this device; if the results differ, "auto" logs a warning
+    and means "xla" from then on.
 
     On a mesh that XLA partitions automatically, the result is always "xla": XLA cannot split a kernel, and would gather
     its operands on every device.
 
     Args:
-        op: Name of the op in the file of measurements.
+        op: Name of the op in the measurements file.
         offered: Implementations that the op has, "triton" before "jax_triton".
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
-        make_case: Makes arrays of a shape, on which the kernel is compared with "xla". None: it is not compared.
-        check: Compares an implementation in a custom way: returns the largest difference over its bound, so that more
-            than 1 is a failure.
+        make_case: Makes arrays of a shape, on which the kernel is compared with "xla". None: no comparison.
+        check: Custom comparison of an implementation: returns the largest difference divided by its bound; more than 1
+            is a failure.
 
     Raises:
-        ValueError: The op does not have the implementation, or a kernel was requested by name that does not support the
-            arguments.
+        ValueError: The op does not have the implementation, or the kernel that was requested by name does not support
+            the arguments.
     """
     if _process.recorded_calls is not None:
         _process.recorded_calls.append((op, dict(shape)))
@@ -94,7 +95,7 @@ def choose(
         raise ValueError(f"{op} has no implementation {implementation!r}: it is one of auto, {', '.join(named)}")
     if triton is None:
         if implementation in ("triton", "interpreted"):
-            raise ValueError(f"jax {jax.__version__} has no Triton backend of Pallas, which the kernels need: use xla")
+            raise ValueError(f"jax {jax.__version__} lacks Pallas's Triton backend, which the kernels need: use xla")
         offered = [name for name in offered if name != "triton"]
     # Automatic partitioning: an axis of several devices that is not under shard_map ("Manual").
     mesh = jax.sharding.get_abstract_mesh()
@@ -109,9 +110,9 @@ def choose(
     # "auto": kernels need a GPU.
     if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
-    # The fastest that was measured on this kind of device, else the rule.
+    # Use the fastest implementation that was measured on this kind of device, else the default rule.
     measured = _fastest(_process.measured.get(op, ()), shape)
-    kernels = [name for name in offered if name != "xla"]  # Pallas's first
+    kernels = [name for name in offered if name != "xla"]  # Pallas kernel first
     by_rule = kernels[0] if kernels and op in _process.kernel_by_rule and _process.kernel_by_rule[op](shape) else "xla"
     chosen = measured if measured and measured in offered else by_rule
     if check is None and make_case is not None:
@@ -122,7 +123,7 @@ def choose(
 
 
 def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check: Callable[[str], float]) -> bool:
-    """Returns whether an implementation gives the reference's numbers here, tried once for each op and its dtypes."""
+    """Returns whether an implementation matches the reference here; tested once per op and dtypes."""
     key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
     if key not in _process.agreed:
         # The caller is being traced, but the comparison must run now: in a thread, because JAX traces per thread.
@@ -134,7 +135,7 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
         except Exception as error:
             difference, why = math.inf, f"fails: {str(error).partition(chr(10))[0][:200]}"
         else:
-            why = f"gives other numbers than its reference: {difference:.3g} times the bound"
+            why = f"differs from its reference: {difference:.3g} times the bound"
         _process.agreed[key] = difference <= 1
         if not _process.agreed[key]:
             warnings.warn(
@@ -145,7 +146,7 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Collects the op and the shape of every call of `choose` inside the context, as in the file of measurements.
+    """Collects the op and shape of every call of `choose` inside the context, as in the measurements file.
 
     Yields:
         A list of (op, shape), which grows with each call.
@@ -158,7 +159,7 @@ def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
 
 
 def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | None:
-    """Returns the fastest implementation of the cell whose shape is nearest, or None if none is near enough.
+    """Returns the fastest implementation in the cell with the nearest shape, or None if no cell is near enough.
 
     A cell is `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`.
     """
@@ -169,7 +170,8 @@ def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | 
             return 1.0 if one == other else math.inf
         return max(one / other, other / one)
 
-    # The distance of a cell is that of its worst size; a cell with other names is the shape of a different op.
+    # A cell is as far away as its largest size ratio; a cell with other dimension names belongs to a different kind of
+    # call.
     def cell_ratio(cell: Mapping) -> float:
         if set(cell["shape"]) != set(shape):
             return math.inf

@@ -1,4 +1,4 @@
-"""A few rows through the gate and up matrices of SwiGLU: op, kernel, reference.
+"""Multiplies a few rows by SwiGLU's gate and up matrices: op, kernel, reference.
 
 Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no separate
 launch, and the products are never written to memory.
@@ -29,7 +29,7 @@ def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -
 
     Args:
         x: [..., D] floating.
-        weights: [D, 2 F] floating, such as float8_e4m3fn: the columns of gate, then those of up.
+        weights: [D, 2 F] floating, such as float8_e4m3fn: the gate columns, then the up columns.
         scales: [ceil(D / block), 2 F] floating, or None for weights without scales.
         implementation: As for every op. More than 64 rows always run "xla".
 
@@ -63,7 +63,7 @@ def _gated_matmul_xla(x, weights, scales, block):
 
 @differentiated_by(_gated_matmul_xla, 3)
 def _gated_matmul_triton(x, weights, scales, block, interpret):
-    """Calls `_run_kernel` with the conversion of fp8 of the platform that the computation is lowered for."""
+    """Calls `_run_kernel` with the fp8 conversion for the platform that the computation is lowered for."""
     run = functools.partial(_run_kernel, block=block, interpret=interpret)
     differs = is_converted_by_integers(weights.dtype, "rocm")
     return call_by_platform(run, x, weights, scales, interpret=interpret, differs=differs)
@@ -76,8 +76,8 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
     padded, num_row_blocks = tile_rows(n)
     itemsize, is_float32 = weights.dtype.itemsize, x.dtype.itemsize == 4
     columns = _num_columns(F, is_float32=is_float32)
-    # One tile of gate and one of up are 16 KB together, or less with few columns, because 64 rows of x must also
-    # fit. See `block_scaled_matmul` for float32, scales and stages.
+    # A gate tile and an up tile take 16 KB together, or less with few columns, because 64 rows of x must also fit. See
+    # `block_scaled_matmul` for float32, scales and stages.
     inputs = 32 if is_float32 else min(128, TILE_BYTES // (2 * columns * itemsize))
     inputs = inputs if scales is None else min(inputs, block)
     inputs = min(inputs, max(16, pl.next_power_of_2(D)))
@@ -110,9 +110,9 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
 
 
 def _num_columns(F: int, *, is_float32: bool) -> int:
-    """Returns the columns of a program: the largest number that still gives nearly every processor a program.
+    """Returns the columns per program: the largest number that still gives nearly every processor a program.
 
-    Gate times up needs whole sums, so the inputs cannot be split over programs if there are few columns.
+    Gate times up needs complete sums, so with few columns the inputs cannot be split over programs instead.
     """
     columns = 32 if is_float32 else 64
     while columns > 16 and pl.cdiv(F, columns) < 0.75 * num_processors():

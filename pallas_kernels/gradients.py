@@ -9,10 +9,10 @@ import jax
 
 
 def differentiated_by(plain: Callable[..., Any], num_arrays: int) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a function that runs a kernel, whose gradients in reverse mode are then those of `plain`.
+    """Decorates a function that runs a kernel, so that it has the reverse-mode gradients of `plain`.
 
     The decorated function takes `num_arrays` arrays, settings, and `interpret`; `plain` takes the same arrays, and the
-    settings by their names.
+    settings as keywords.
     """
 
     def decorate(run):
@@ -22,7 +22,7 @@ def differentiated_by(plain: Callable[..., Any], num_arrays: int) -> Callable[[C
         def forward(*arguments):
             return differentiable(*arguments), arguments[:num_arrays]
 
-        # XLA fuses the plain form, and only the arrays are kept from the forward pass.
+        # XLA fuses the plain form, and only the input arrays are kept from the forward pass.
         def backward(*arguments):
             *settings, _interpret, arrays, gradients = arguments
             settings = dict(zip(names, settings, strict=False))

@@ -1,4 +1,4 @@
-"""The largest logits of an output head, without writing all logits: op, kernel, reference.
+"""Finds an output head's largest logits without writing all logits to memory: op, kernel, reference.
 
 Limit: the bytes of the head, which the kernel reads once for up to 16 rows; the logits never reach memory.
 """
@@ -23,10 +23,10 @@ def head_top_k(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the `k` largest of the logits `hidden @ head`, their columns, and the log-sum-exp of all logits.
 
-    Values come largest first; of equal logits the lower column comes first, as in `jnp.argmax` and `jax.lax.top_k`. The
-    head is cast to hidden's dtype and sums are float32. The kernel multiplies float32 at full precision, XLA at JAX's
-    default precision. Up to 16 rows the kernel sums in one order; with more rows the order may differ. The kernel does
-    not support logits that are -inf or NaN. No gradients.
+    Values are in descending order; among equal logits the lower column comes first, as in `jnp.argmax` and
+    `jax.lax.top_k`. The head is cast to hidden's dtype and sums are float32. The kernel multiplies float32 at full
+    precision, XLA at JAX's default precision. Up to 16 rows the kernel sums in one order; with more rows the order may
+    differ. The kernel does not support logits that are -inf or NaN. Not differentiable.
 
     Args:
         hidden: [..., D] float32, bfloat16 or float16.
@@ -88,7 +88,7 @@ def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=Fa
 
 
 def _num_block_rows(num_rows: int) -> int:
-    """Returns the rows of a block: the fewest rows of a matrix unit, or enough to fill an H100's."""
+    """Returns the rows per block: the fewest rows of a matrix unit, or enough to fill an H100's matrix unit."""
     return 16 if num_rows <= 16 or is_batch_invariant() else 64
 
 
@@ -157,7 +157,7 @@ def _run_kernel(hidden, head, *, k, num_tokens, is_transposed, interpret, platfo
     # Merge the blocks of columns: rescale each block's sum of exponentials to the largest logit of the row.
     highest = values[:, :, 0].max(axis=1, keepdims=True)
     logsumexp = highest[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - highest)).sum(axis=1))
-    # The candidates are in column order where they are equal, so the first of equal ones is the lower column.
+    # Equal candidates are in column order, so the first of them has the lowest column.
     values, indices = values.reshape(num_rows, -1), indices.reshape(num_rows, -1)
     # One logit needs no sort.
     if k == 1:

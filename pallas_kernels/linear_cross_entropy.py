@@ -1,14 +1,14 @@
-"""Cross-entropy and draft-to-trunk distances of `hidden @ head`, without storing the logits.
+"""Cross-entropy, and distances between drafts and the trunk, from `hidden @ head` without storing the logits.
 
 Limit: multiplications. Let one product be 2 N D V operations, for N rows, width D and vocabulary V. The forward pass
 takes one product for cross-entropy, and a second one to compare drafts with the trunk. The backward pass takes one to
-recompute the logits and two for the gradients. So 4 products, where storing all logits needs 3, or 5 with the
-comparison. For large N the bytes of the head take a small fraction of that time on an H100, so block sizes serve the
+recompute the logits and two for the gradients. That makes 4 products, or 5 with the comparison; storing all logits
+needs 3. For large N, reading the head takes a small fraction of that time on an H100, so block sizes are chosen for
 multiplication.
 
 A kernel that accumulated both gradients itself would need a further product, and has no room for the sums: `[rows, D]`
 float32 does not fit registers or shared memory, and splitting D computes the logits again for each part. So the kernel
-writes the gradient of the logits for some columns at a time, in hidden's dtype, and XLA multiplies it with head and
+writes the gradient of the logits for some columns at a time, in hidden's dtype, and XLA multiplies it by head and
 hidden.
 """
 
@@ -34,20 +34,20 @@ class LossTerms(NamedTuple):
     p is the trunk's distribution, a target without gradient; q is a draft's distribution.
     """
 
-    cross_entropy: jax.Array  # [R, N] log-sum-exp of the logits less the target's logit, in nats
+    cross_entropy: jax.Array  # [R, N] log-sum-exp of the logits minus the target's logit, in nats
     kl: jax.Array  # [R - 1, N] KL(p||q) in nats
     overlap: jax.Array  # [R - 1, N] sum of min(p, q), which is 1 - TV(p, q)
 
 
 def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementation="auto") -> jax.Array:
-    """Computes `logsumexp(hidden @ head) - (hidden @ head)[target]` of each row.
+    """Computes `logsumexp(hidden @ head) - (hidden @ head)[target]` for each row.
 
     Products are taken in hidden's dtype and summed in float32. Differentiable in reverse mode with respect to hidden
     and head. Rows whose cotangent is 0 contribute nothing. To compute several depths, concatenate their rows.
 
     Args:
         hidden: [N, D] bfloat16 or float32.
-        head: [D, V] floating; every column counts.
+        head: [D, V] floating; every column is a class, padding included.
         targets: [N] integer, 0..V-1.
         vocab_chunk: The backward pass holds gradients of about this many columns of the logits at a time.
 
@@ -68,7 +68,7 @@ def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementat
 
 
 def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implementation="auto") -> LossTerms:
-    """Computes cross-entropy of the trunk and of R - 1 drafts, and KL and overlap of each draft with the trunk.
+    """Computes the cross-entropy of the trunk and R - 1 drafts, and each draft's KL and overlap with the trunk.
 
     With z a draft's logits, as `dq_v/dz_u = q_v (1[u = v] - q_u)` and as min has the gradient of the smaller side
     (2602.23881)::
@@ -125,13 +125,13 @@ def linear_total_variation_reference(hidden, heads, targets):
 
 
 def _check(hidden, heads, targets, vocab_chunk):
-    """Raises ValueError for shapes, dtypes and chunks that do not fit."""
+    """Raises ValueError for inconsistent shapes, dtypes or chunks."""
     states, shapes = hidden[0], [other.shape for other in hidden]
     # float16 is unsupported: its range is too small for gradients of logits.
     if states.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"hidden must be bfloat16 or float32, not {states.dtype}")
     if any(other.ndim != 3 or other.shape[1:] != states.shape[1:] or other.dtype != states.dtype for other in hidden):
-        raise ValueError(f"hidden must be arrays [R, N, D] of one N, one D and one dtype, not {shapes}")
+        raise ValueError(f"hidden must be arrays [R, N, D] with the same N, D and dtype, not {shapes}")
     if len(heads) != len(hidden) or any(head.shape != (states.shape[2], heads[0].shape[-1]) for head in heads):
         raise ValueError(f"heads {[head.shape for head in heads]} do not fit hidden {shapes}")
     if targets.shape != (sum(map(len, hidden)), states.shape[1]):
@@ -354,9 +354,9 @@ class _Tiles:
         return first + jax.lax.rem(within, size), jax.lax.div(within, size)
 
     def block_spec(self, *axes) -> pl.BlockSpec:
-        """Returns the spec of an array with axes "rows", "columns", "block" (one entry per block of columns), or sizes.
+        """Returns the spec of an array with axes "rows", "columns", "block" (one entry per block of columns) or sizes.
 
-        A size takes the axis whole.
+        A size means the whole axis.
         """
         sizes = {"rows": self.rows, "columns": self.columns, "block": None}
 
@@ -385,7 +385,7 @@ class _Tiles:
         )
 
     def masks(self):
-        """Returns which of this program's rows exist [rows], its columns [1, columns], and which of these exist."""
+        """Returns which of this program's rows exist [rows], its columns [1, columns], and which of them exist."""
         row, column = self.block_of(pl.program_id(0))
         columns = (column * self.columns + jnp.arange(self.columns))[None, :]
         return row * self.rows + jnp.arange(self.rows) < self.N, columns, columns < self.V
@@ -435,9 +435,9 @@ def _load(ref, *masks):
 def _choose_tiles(hidden, V) -> _Tiles:
     """Chooses blocks of logits as large as registers hold.
 
-    One product has 128 x 256 float32 sums, draft and trunk have 128 x 128 each: about half of the registers of two warp
-    groups. Larger blocks do more operations per byte from the L2 cache. `inner` of 64 in 3 stages fits the shared
-    memory of an SM. float32 runs without tensor cores; it is for comparisons with the reference.
+    A single product has 128 x 256 float32 sums; draft and trunk together have 128 x 128 each: about half of the
+    registers of two warp groups. Larger blocks do more operations per byte from the L2 cache. `inner` of 64 in 3 stages
+    fits the shared memory of an SM. float32 runs without tensor cores; it is for comparisons with the reference.
     """
     _, N, D = hidden[0].shape
     max_sizes = (128, 256 if sum(map(len, hidden)) == 1 else 128, 64)

@@ -1,9 +1,9 @@
-"""The user's file of measured times, by which `implementation="auto"` chooses; `mtpjax tune` writes it.
+"""The user's file of measured times, which `implementation="auto"` uses; `mtpjax tune` writes it.
 
     $XDG_CACHE_HOME/mtpjax/kernels/DEVICE-jaxVERSION-KEY.json    ~/.cache without XDG_CACHE_HOME
 
-KEY is a digest of the kernels' source. So times of a different kind of device, version of JAX or kernels are never
-used.
+KEY is a digest of the kernels' source. Therefore, times for a different kind of device, JAX version or kernel version
+are never used.
 """
 
 import functools
@@ -21,7 +21,7 @@ import jax
 
 
 def path(device_kind: str | None = None) -> pathlib.Path:
-    """Returns the file of a kind of device, as JAX names it; None: JAX's first device.
+    """Returns the file for a kind of device (JAX's `device_kind`); None: JAX's first device.
 
     Raises:
         RuntimeError: The user has no home folder.
@@ -34,7 +34,7 @@ def path(device_kind: str | None = None) -> pathlib.Path:
 
 
 def read(device_kind: str | None = None) -> dict[str, list]:
-    """Reads the measured times of a kind of device.
+    """Reads the times measured on a kind of device.
 
     A damaged file counts as empty, with a warning.
 
@@ -44,7 +44,7 @@ def read(device_kind: str | None = None) -> dict[str, list]:
     try:
         file = path(device_kind)
         text = file.read_text()
-    # Without a home folder or a readable file nothing was measured.
+    # Without a home folder or a readable file there are no measurements.
     except (OSError, RuntimeError, UnicodeDecodeError):
         return {}
     try:
@@ -58,7 +58,7 @@ def read(device_kind: str | None = None) -> dict[str, list]:
 
 
 def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, float]) -> pathlib.Path:
-    """Adds one measurement of JAX's first device, or replaces that of the same shape.
+    """Adds one measurement for JAX's first device, or replaces the one for the same shape.
 
     Args:
         op: Name of the op, as passed to `pallas_kernels.dispatch.choose`.
@@ -71,7 +71,7 @@ def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, floa
     file, table = path(), read()
     cells = [cell for cell in table.get(op, []) if cell["shape"] != dict(shape)]
     table[op] = [*cells, {"shape": dict(shape), "milliseconds": dict(milliseconds)}]
-    # Replace the file at once, so that a reader sees the old one or the new one.
+    # Replace the file atomically, so that readers see either the old file or the new one.
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".tmp-")
     try:
@@ -85,7 +85,7 @@ def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, floa
 
 
 def _is_cell(cell: Any) -> bool:
-    """Returns whether a value of the file has the form of a measurement."""
+    """Returns whether a value from the file has the form of a measurement."""
     shape, times = cell["shape"].values(), cell["milliseconds"].values()
     return all(isinstance(size, int | str) for size in shape) and bool(times) and all(time > 0 for time in times)
 

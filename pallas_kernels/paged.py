@@ -1,4 +1,4 @@
-"""Caches in pages, as kernels see them: a pool of pages, and a table of each row's pages."""
+"""Paged caches, as kernels see them: a pool of pages, and a table of each row's pages."""
 
 import functools
 
@@ -12,12 +12,12 @@ NO_PAGE = 2**31 - 1  # in a table: reads are masked, and writes are dropped
 
 
 def index_places(pool, page, place) -> tuple:
-    """Returns the index of entries [B, T, ..., H] of a pool [P, ..., size, H], by page and place [B, T]."""
+    """Returns the index of entries [B, T, ..., H] in a pool [P, ..., size, H], given page and offset [B, T]."""
     return (page, *(slice(None),) * (pool.ndim - 3), place)
 
 
 def write_places(pool, entries, page, place) -> jax.Array:
-    """Writes entries [B, T, ..., H] to their pages and places there; those of a page outside the pool are dropped."""
+    """Writes entries [B, T, ..., H] to their pages and offsets; drops entries whose page is outside the pool."""
     return pool.at[index_places(pool, page, place)].set(as_stored(entries, pool.dtype), mode="drop")
 
 
@@ -26,8 +26,8 @@ def append_entries(cache, entries, start, places) -> jax.Array:
 
     Args:
         cache: [B, ..., S, H], or pages as in `write_places`.
-        start: [B] slot of each row's first token; not read for pages.
-        places: Page and place of each token, [B, T] each; None: the cache is contiguous.
+        start: [B] slot of each row's first token; not read for paged caches.
+        places: Page and offset of each token, [B, T] each; None: the cache is contiguous.
     """
     if places is not None:
         return write_places(cache, entries, *places)
@@ -37,13 +37,13 @@ def append_entries(cache, entries, start, places) -> jax.Array:
 
 
 def find_entry(place_refs, cache_ref, row, place) -> tuple:
-    """Finds the entry of a token inside a kernel: its row or page, its slot there, and whether it is stored.
+    """Finds a token's cache entry inside a kernel: its row or page, the slot within it, and whether it is stored.
 
     Args:
-        place_refs: Refs of `places` in `append_entries`, or of its `start` alone.
+        place_refs: Refs of `places` in `append_entries`, or only of `start`.
         cache_ref: The cache or the pool.
         row: Row of the batch.
-        place: Number of the token in its row.
+        place: Index of the token in its row.
     """
     if len(place_refs) == 1:
         return row, plt.load(place_refs[0].at[row]) + place, True
@@ -54,14 +54,14 @@ def find_entry(place_refs, cache_ref, row, place) -> tuple:
 
 
 def gather_pages(pool, table, *, shift: int = 0, num_slots: int | None = None) -> jax.Array:
-    """Copies each row's pages side by side, as a contiguous cache has them.
+    """Copies each row's pages into a contiguous cache.
 
     Args:
         pool: [P, ..., size, H]: pages of `size` positions.
         table: [B, N] int32 page of positions n * size .. (n + 1) * size - 1. An index outside the pool gives zeros:
-            attention multiplies masked entries by 0, so they must not include another row's NaN.
+            attention multiplies masked entries by 0, so they must not contain a different row's NaN.
         shift: Slot i of the cache is at position i + shift.
-        num_slots: Slots to return; None: all that the table has, N * size - shift.
+        num_slots: Slots to return; None: all slots in the table, N * size - shift.
 
     Returns:
         [B, ..., num_slots, H].

@@ -1,4 +1,4 @@
-"""A matrix product whose parts are not added yet, for the op that reads it next."""
+"""`PartialSums`: a matmul whose parts are not added yet, for the op that reads the result."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ class PartialSums:
         return functools.reduce(jnp.add, list(self.parts)).astype(self.dtype)
 
     def plus(self, bias: jax.Array) -> "PartialSums":
-        """Adds a bias [F] to the value: one part."""
+        """Adds a bias [F] to the value; the result has one part."""
         bias = bias.astype(self.dtype).reshape((1,) * (len(self.shape) - 1) + bias.shape)
         return PartialSums((self.total() + bias)[None], self.dtype)
 
@@ -51,8 +51,8 @@ def load_sum(ref, index, mask, dtype) -> jax.Array:
 
     Args:
         ref: [P, ...].
-        index: Index after the parts; () for all of it.
-        mask: Bool of the elements to load.
+        index: Index after the part axis; () for everything.
+        mask: Bool mask of the elements to load.
     """
     parts = (plt.load(ref.at[np.int32(part), *index], mask=mask, other=0.0) for part in range(int(ref.shape[0])))
     return functools.reduce(jnp.add, parts).astype(dtype)

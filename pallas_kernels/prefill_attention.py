@@ -1,4 +1,4 @@
-"""Attention of many new tokens per row against its KV cache, without scores in memory (flash attention): op, kernel.
+"""Attention of many new tokens per row over the KV cache, without scores in memory (flash attention): op, kernel.
 
 Limit: multiplications. A program keeps a block of queries and iterates over the slots that they attend to, so the
 scores `[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2,
@@ -27,20 +27,20 @@ def prefill_attention(
     """Computes causal softmax attention of T new tokens per row against the row's KV cache.
 
     The tokens are in slots start .. start + T - 1, and token t attends to the slots up to start + t. With
-    `window_start` it attends only to those from `window_start` on and to the first `sinks` slots, with `mask` only to
-    those of the mask. A token that attends to nothing gets zeros. Slots after the row's tokens are not read and may
-    hold NaN. Scores and sums are float32. Not differentiable: for passes with a cache.
+    `window_start` it attends only to slots from `window_start` on and to the first `sinks` slots; with `mask`, only to
+    slots where the mask is true. A token that attends to nothing gets zeros. Slots after the row's tokens are not read
+    and may hold NaN. Scores and sums are float32. Not differentiable: meant for passes with a cache.
 
     Args:
         q: [B, K, T, G, H] floating: G query heads for each of K key heads.
-        keys: [B, K, S, H], of any floating dtype, fp8 included; converted to q's dtype.
+        keys: [B, K, S, H] of any floating dtype, including fp8; converted to q's dtype.
         values: [B, K, S, Hv], as `keys`; None: the first `value_width` columns of the keys, as in absorbed latent
             attention (DeepSeek-V2, 2405.04434).
         start: [B] int32 slot of each row's first token.
         window_start: [B, T] int32 first slot of each token's window, rising with the token, or None for all slots.
-        mask: [B, T, S] bool, or None: such as the selection of a sparse indexer.
-        scale: Factor of the scores.
-        sinks: Number of first slots that stay visible outside the window.
+        mask: [B, T, S] bool, such as the selection of a sparse indexer, or None.
+        scale: Factor that multiplies the scores.
+        sinks: Number of slots at the start that stay visible outside the window.
         value_width: Hv if `values` is None.
 
     Returns:
@@ -118,7 +118,7 @@ def _run_kernel(
     value_slices = blocks.column_slices(width)
     key_slices = blocks.column_slices(*((width,) if is_latent else ()), H)
     num_blocks = pl.cdiv(R, tiles.rows)
-    # Widths of blocks, which exceed the array where its last slice is padded; masks cover the excess.
+    # Block widths. They exceed the array if its last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(begin + padded for begin, _, padded in slices)
         for slices in (value_slices, key_slices, *([] if is_latent else [value_slices]))
@@ -180,7 +180,8 @@ def _prefill_attention_kernel(start_ref, *refs, program, group_size, num_rows, h
     # Load the queries once, in their own dtype.
     q = [blocks.load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in program.key_slices]
 
-    # The blocks of slots that some query attends to: those of the sinks, then from the first window to the last query.
+    # The blocks of slots that at least one query attends to: the sinks' blocks, then the blocks from the first window
+    # to the last query.
     end_slot = jnp.minimum(jnp.max(last_slot, axis=0) + 1, num_slots)
     window_start = None
     num_sink_blocks, first_block = 0, 0

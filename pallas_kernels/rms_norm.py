@@ -1,7 +1,7 @@
 """Root mean square normalisation: op, kernel and reference.
 
 Limit: memory bandwidth. The kernel reads each element of x once and writes it once; the arithmetic is a few operations
-per element. This is the smallest kernel of the package: start from a copy of it to add a kernel.
+per element. This is the smallest kernel in the package: copy it as a starting point for a new kernel.
 """
 
 import functools
@@ -55,7 +55,7 @@ def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
     num_rows, width = x.size // x.shape[-1], x.shape[-1]
     # Triton arrays have power-of-two sizes, so a row is padded and its padding masked.
     padded = pl.next_power_of_2(width)
-    # A block holds about 4096 elements, or one longer row. Its size depends only on the width, so a row gives the same
+    # A block holds about 4096 elements, or one longer row. Its size depends only on the width, so a row gets the same
     # bits with any number of other rows.
     block = max(1, 4096 // padded)
     # Grid: one program per block of rows. Programs share only the scale.

@@ -25,5 +25,5 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bo
 
 
 def rotate_pairs(first, second, cos, sin) -> tuple[jax.Array, jax.Array]:
-    """Rotates pairs by their angles, in JAX and inside kernels; all float32 and of shapes that broadcast."""
+    """Rotates pairs by their angles, in JAX and inside kernels; arrays are float32 and broadcast."""
     return first * cos - second * sin, second * cos + first * sin

@@ -1,4 +1,4 @@
-"""Routes tokens to experts: the router's product, and the choice of the best experts: op, kernel, reference.
+"""Routes tokens to experts, that is, computes the router logits and chooses the best experts: op, kernel, reference.
 
 Limit: at decoding's few rows, the launches. Two kernels replace eleven: the product, split over the processors because
 reading the router with one would take longer than all these launches, and the choice, one program per token.
@@ -22,15 +22,15 @@ from pallas_kernels.top_k import top_k
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The rule by which tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
+    """How tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
 
     Attributes:
         k: Experts per token.
-        scoring: Scores are the "sigmoid" or the "softmax" of the logits.
-        num_groups: Groups of neighbouring experts; 1: no groups.
-        num_kept_groups: Groups, by the sum of their two best experts, among which a token chooses.
-        normalises: Divides the weights by their sum.
-        factor: Multiplies the weights.
+        scoring: "sigmoid" or "softmax", the function from logits to scores.
+        num_groups: Groups of consecutive experts; 1: no groups.
+        num_kept_groups: Groups that a token may choose from: those with the largest sum of their two best scores.
+        normalises: Whether to divide the weights by their sum.
+        factor: Factor that multiplies the weights.
     """
 
     k: int
@@ -46,15 +46,15 @@ def route_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses the experts of each token and their weights.
 
-    The product is float32, because its last bits decide between experts. Scores plus bias select, first the groups,
-    then the experts within them; of equal ones the lowest. The weights are the scores without bias. Only "xla" has
-    gradients, of the weights.
+    Logits are float32, because their last bits decide between experts. Scores plus bias select first the groups, then
+    the experts within them; ties go to the lowest index. The weights are the scores without bias. Only "xla" is
+    differentiable, through the weights.
 
     Args:
         x: [n, D] floating.
         router: [D, E] floating.
         bias: [E] floating, or None.
-        is_used: [n] bool; other tokens are not routed, so their ids are E. None: all tokens are used.
+        is_used: [n] bool; unused tokens are not routed and get ids of E. None: all tokens are used.
         implementation: As for every op. More than 64 rows always run "xla".
 
     Returns:
@@ -80,7 +80,7 @@ def route_tokens(
 
 
 def make_case(shape: Shape) -> Case:
-    # The shape says only that there are groups: take four, if they divide the experts.
+    # The shape only says whether there are groups: use four if that divides the experts.
     groups = 4 if shape["scoring"].endswith("in groups") and shape["experts"] % 4 == 0 else 1
     scoring = shape["scoring"].split()[0]
     routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)
@@ -91,7 +91,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def difference_from_reference(implementation: str, *, dtype, routing: Routing, has_bias: bool) -> float:
-    """Compares the chosen experts' weights with the reference's, as `case.difference_from_xla` does for other ops."""
+    """Compares the chosen experts' weights with the reference, as `case.difference_from_xla` does for other ops."""
     n, D, E = 3, 64, routing.num_groups * -(-max(2, routing.k) // routing.num_kept_groups)
     keys = jax.random.split(jax.random.key(0), 3)
     x, router = jax.random.normal(keys[0], (n, D), dtype), jax.random.normal(keys[1], (D, E)) / 8
@@ -133,7 +133,7 @@ def _select_experts_triton(logits: PartialSums, bias, is_used, routing, interpre
     # Triton arrays have power-of-two sizes, so groups and the experts of a group are padded.
     groups = pl.next_power_of_2(routing.num_groups)
     per_group = pl.next_power_of_2(E // routing.num_groups)
-    # Integers, which are as long in memory as in a register.
+    # Use integers, which have the same size in memory as in a register.
     optional = {"bias": bias, "is_used": None if is_used is None else is_used.astype(jnp.int32)}
     optional = {name: array for name, array in optional.items() if array is not None}
     return tuple(
@@ -168,7 +168,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
     optional = dict(zip(names, optional_refs, strict=True))
     token = pl.program_id(0)
     per_group = num_experts // routing.num_groups
-    # Number of each place's expert; padding gets numbers after all experts.
+    # Expert index of each position; padding gets indices after all experts.
     group, member = jnp.arange(tile[0]), jnp.arange(tile[1])
     is_expert = (group < routing.num_groups)[:, None] & (member < per_group)[None, :]
     expert = jnp.where(is_expert, group[:, None] * per_group + member[None, :], num_experts)
@@ -187,8 +187,8 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         choice = choice + plt.load(optional["bias"].at[expert], mask=is_expert, other=0.0).astype(jnp.float32)
     choice = jnp.where(is_expert, choice, lowest)
 
-    # Keep the best groups, one at a time, by the sum of their two best experts. `argmax` takes the lowest of equal
-    # ones, and compares no numbers that a compiler may have computed twice and rounded differently.
+    # Keep the best groups, one at a time, by the sum of their two best experts. `argmax` picks the lowest index among
+    # equal values, and does not compare numbers that a compiler may have computed twice with different rounding.
     if routing.num_groups > 1:
         value = jnp.max(choice, axis=1)
         if per_group > 1:

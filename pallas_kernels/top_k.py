@@ -1,14 +1,16 @@
-"""The largest values of rows, in plain JAX."""
+"""Finds the largest values of each row, in plain JAX."""
 
 import jax
 import jax.numpy as jnp
 
 
 def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Computes `jax.lax.top_k` of the last axis without gradients, faster on a CPU: values and int32 indices [..., k].
+    """Computes `jax.lax.top_k` over the last axis, faster on a CPU but without gradients.
 
-    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead, the lower index
-    first among equal ones.
+    Returns values and int32 indices, each [..., k].
+
+    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead; among equal values
+    the lower index comes first.
     """
     values = jax.lax.stop_gradient(values)
     # For k = 1, for large k and for small arrays a sort is as fast.
@@ -19,7 +21,7 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     def one_by_one(values):
         index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
 
-        # A scan, because its inputs are in memory. Without one XLA may fuse the computation of `values` into both the
+        # Use a scan, because its inputs are in memory. Otherwise XLA may fuse the computation of `values` into both the
         # maximum and the comparison with it; rounded differently there, the maximum would equal no element.
         def find_largest(is_left, _):
             # The maximum of the remaining elements, its first index, and a mask without that element.

@@ -1,4 +1,4 @@
-"""Attention of a few queries per row against a long, ragged KV cache (flash decoding): op, kernel, reference.
+"""Attention of a few queries per row over a long, ragged KV cache (flash decoding): op, kernel, reference.
 
 Limit: the bytes of the cache, each read once. Latent attention (MLA) with many heads shares each slot among all of
 them, so there multiplications are the limit.
@@ -24,7 +24,7 @@ from pallas_kernels.paged import gather_pages
 
 MAX_QUERY_TOKENS = 16  # tokens per row that the kernel supports
 MAX_DRAFT_SLOTS = 64  # slots after the committed ones: two 32-bit words of the ancestor mask
-MIN_PAGE = 16  # positions of a page; a block of slots lies within one
+MIN_PAGE = 16  # minimum positions per page; a block of slots is within one page
 
 
 def verify_attention(
@@ -51,27 +51,27 @@ def verify_attention(
     token that attends to nothing gets zeros. Slots that no token of the row attends to are not read and may hold NaN.
 
     Scores and sums are float32. In the kernel the order of sums, and so the last bits, depends on B, T and S, because
-    they decide into how many shares the slots are split. On ROCm a NaN that a float8_e4m3fn cache stores in a visible
-    slot counts as 480 (`pallas_kernels.fp8`).
+    they determine how many shares the slots are split into. On ROCm a NaN that a float8_e4m3fn cache stores in a
+    visible slot counts as 480 (`pallas_kernels.fp8`).
 
     Args:
         q: [B, K, T, G, H] floating: G query heads for each of K key heads.
-        keys: [B, K, S, H], of any floating dtype, fp8 included; converted to q's dtype.
+        keys: [B, K, S, H] of any floating dtype, including fp8; converted to q's dtype.
         values: [B, K, S, Hv], as `keys`; None: the first `value_width` columns of the keys, as in absorbed latent
             attention (DeepSeek-V2, 2405.04434).
         num_committed: [B] int32 number of committed slots.
         ancestor_mask: [B, T, X] bool: token t attends to slot num_committed + x.
         window_start: [B, T] int32 first slot of each token's window, or None for all slots.
-        page_table: [B, N] int32, for a cache in pages: keys [P, K, size, H] and values [P, K, size, Hv]. With p = s +
-            page_shift, slot s of a row is at place p % size of page `page_table[row, p // size]`. None: the cache is
+        page_table: [B, N] int32, for a paged cache: keys [P, K, size, H] and values [P, K, size, Hv]. With p = s +
+            page_shift, slot s of a row is at offset p % size of page `page_table[row, p // size]`. None: the cache is
             contiguous.
-        scale: Factor of the scores.
-        sinks: Number of first slots that stay visible outside the window.
+        scale: Factor that multiplies the scores.
+        sinks: Number of slots at the start that stay visible outside the window.
         value_width: Hv if `values` is None.
-        value_up: [G, Hv, V] in q's dtype with K = 1, or None: a matrix of each head, which multiplies its output, as in
-            absorbed latent attention. For up to 64 tokens in the batch the kernel applies it while it combines its
-            shares.
-        page_shift: Positions before slot 0 of a cache in pages.
+        value_up: [G, Hv, V] in q's dtype with K = 1: a matrix per head, which multiplies the head's output, as in
+            absorbed latent attention. For up to 64 tokens in the batch the kernel applies it while it combines the
+            shares. None: no matrix.
+        page_shift: Positions before slot 0 in a paged cache.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 16 tokens or 64
             slots after the text always run the reference.
@@ -135,7 +135,7 @@ def choose_implementation(
 
 
 def make_case(shape: Shape) -> Case:
-    # Queries of one head each count as tokens, as far as the kernel takes them: the cost depends on their product.
+    # Count a head's queries as tokens, up to the kernel's maximum: the cost depends on their product.
     tokens = next(t for t in range(MAX_QUERY_TOKENS, 0, -1) if shape["queries"] % t == 0)
     q, *caches, start, window = random_attention(random_keys(), shape, tokens)
     B, K, T, _, H = q.shape
@@ -143,7 +143,7 @@ def make_case(shape: Shape) -> Case:
     run = functools.partial(verify_attention, scale=H**-0.5)
     if shape["layout"] == "rows":
         return run, (q, *caches, start, mask, window)
-    # Pages of the smallest size, whose order in the pool differs from that of the rows.
+    # Pages of the smallest size, in an order that differs from the order of the rows.
     num_pages = shape["slots"] // MIN_PAGE
     pools = [cache.reshape(B, K, num_pages, MIN_PAGE, H).swapaxes(1, 2) for cache in caches]
     pools = [pool.reshape(B * num_pages, K, MIN_PAGE, H) for pool in pools]
@@ -193,7 +193,7 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
     """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942.
 
     On sm_90 two or three stages of loads are in flight, 32 KB or more per program. On gfx942 q stays in registers, and
-    its 64 KB of shared memory hold one stage. On sm_90 float32 runs without tensor cores: exact, not fast.
+    its 64 KB of shared memory hold one stage. On sm_90 float32 runs without tensor cores, which is exact but slow.
 
     Args:
         num_rows: Query rows per key head, T * G.
@@ -243,7 +243,7 @@ def _run_kernel(
     S, R = caches[0].shape[2], T * G
     page_size = S
     if page_table is not None:
-        # From here on a slot is a position: the first `page_shift` ones are in no window and no sink.
+        # From here on a slot is a position: the first `page_shift` positions are in no window and are no sinks.
         S *= page_table.shape[1]
         num_committed = num_committed + page_shift
         window_start = None if window_start is None else window_start + page_shift
@@ -258,7 +258,7 @@ def _run_kernel(
     num_row_blocks = pl.cdiv(R, tiles.rows) * num_parts
     # Splits: enough programs for the processors, each of which holds at least eight warps of these kernels. A share has
     # at least 256 slots, or 512 with more rows, because each program's sums are written and read again. It has at most
-    # 4096, so that one long row does not take all the time.
+    # 4096 slots, so that one long row does not dominate the time.
     num_splits = pl.cdiv(num_processors() * 8 // tiles.num_warps, B * K * num_row_blocks)
     num_splits = max(min(num_splits, pl.cdiv(S, 256 if tiles.rows == 16 else 512)), pl.cdiv(S, 4096))
     num_splits = pl.cdiv(S, SHARE_SLOTS) if is_invariant else num_splits
@@ -430,14 +430,14 @@ def _verify_attention_kernel(
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
     q = [blocks.load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
-    # The row's blocks of slots: those of the sinks, then those from the first slot that a token attends to. This
+    # The row's blocks of slots: the sinks' blocks, then the blocks from the first slot that a token attends to. This
     # program takes an equal share of them.
     num_sink_blocks = pl.cdiv(sinks, tiles.slots)
     first_window_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
     end_slot = jnp.minimum(num_committed + num_draft_slots, num_slots)
     num_blocks = num_sink_blocks + jnp.maximum(pl.cdiv(end_slot, tiles.slots) - first_window_block, 0)
     if is_invariant:
-        # A share is a fixed range of slots. Blocks are counted without those between sinks and window.
+        # A share is a fixed range of slots. The block count excludes the blocks between sinks and window.
         def count_blocks(slot):
             before = slot // tiles.slots
             return jnp.minimum(before, num_sink_blocks) + jnp.maximum(before - first_window_block, 0)

@@ -3,7 +3,7 @@
 from mtpjax.models.config import Implementation, ModelConfig
 
 MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
-MAX_ACTIVATION_BYTES = 2**30  # of the widest array of a prefill pass
+MAX_ACTIVATION_BYTES = 2**30  # for the widest array of a prefill pass
 
 
 def round_up_capacity(size: int) -> int:
@@ -42,13 +42,13 @@ def choose_prefill_chunk(
     """Chooses the number of tokens per row in one prefill pass.
 
     Each pass reads all weights, so on a GPU chunks are as long as the prompts need. The widest array of a pass stays
-    within 1 GiB: that of the feed-forward layer, or the float32 scores `[B, heads, chunk, slots]` of an indexer or of
-    attention in XLA. On a CPU short chunks are as fast, and short prompts waste less of them.
+    within 1 GiB: either the feed-forward activations, or the float32 scores `[B, heads, chunk, slots]` of an indexer or
+    of attention in XLA. On a CPU short chunks are as fast as long ones, and short prompts waste less of them.
 
     Args:
         batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
-        implementation: the model's.
+        implementation: implementation of the model's kernels.
         longest_prompt: tokens of the longest prompt.
         max_length: tokens of the longest sequence, prompt included.
 
@@ -67,10 +67,10 @@ def choose_prefill_chunk(
 
 
 def min_rows_per_pass(config: ModelConfig, batch: int, platform: str) -> int:
-    """Computes the minimum number of token rows with which a forward pass is fast.
+    """Computes the minimum number of token rows that a forward pass needs to be fast.
 
     On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
-    around it. A model with experts keeps a single row, because a second one would activate more experts.
+    around it. A model with experts keeps a single row, because a second row would activate more experts.
 
     Args:
         batch: number of rows of the call, B.

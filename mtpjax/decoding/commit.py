@@ -31,7 +31,7 @@ def commit(
         accepted: the accepted path and the tokens to append.
 
     Returns:
-        The state for the next round. Rows that were done change only in scratch space after their text.
+        The state for the next round. Rows that were already done change only in the scratch space after their text.
     """
     length, is_running, K = state.length, ~state.done, decoder.spec.num_steps
     trunk, logits, states = verified.trunk, verified.logits, verified.states
@@ -96,12 +96,11 @@ def append_tokens(
     """Appends new tokens to the rows that are not done, and ends rows at stop sequences and limits.
 
     Args:
-        decoder: the decoder, for the vocabulary.
+        decoder: the decoder, which provides the vocabulary.
         tokens: `[B, W]` int32 new tokens, valid up to `num_valid`.
         origins: `[B, W]` int32 draft level that proposed each token; 0: none.
         num_valid: `[B]` int32 number of valid tokens per row.
-        logits: `[B, W, V]` unmodified logits that each token came from; read only if log-probabilities are
-            recorded.
+        logits: `[B, W, V]` unmodified logits for each token; read only if log-probabilities are recorded.
 
     Returns:
         The state, and the number of tokens that each row appended, `[B]` int32.
@@ -157,7 +156,7 @@ def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
     is_same = (windows[:, :, None] == stops[:, None]) | (stops == -1)[:, None]
     is_used = (stops != -1).any(axis=-1)[:, None]
     is_end = (is_same.all(axis=-1) & is_used).any(axis=-1)
-    # 3. No stop sequence ends a row that has fewer than `min_new` tokens.
+    # 3. A row with fewer than `min_new` tokens does not end at a stop sequence.
     if state.settings.sampling.features.min_new:
         num_new = (state.length - state.settings.prompt_length)[:, None] + jnp.arange(W)[None, :]
         is_end &= num_new >= state.settings.sampling.min_new[:, None]

@@ -1,4 +1,4 @@
-"""Decoding settings: `DecodeConfig` for a whole call, and `SamplingParams` per row."""
+"""Decoding settings: `DecodeConfig` for a whole call, and `SamplingParams` for each row."""
 
 import dataclasses
 import math
@@ -14,10 +14,10 @@ from mtpjax.messages import require
 from mtpjax.models.config import Implementation
 
 MAX_STEPS = 127  # draft levels are reported as int8
-DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
+DEFAULT_MAX_NODES = 64  # cap on the default `num_draft_tokens`
 
 
-# SGLang's names of dtypes of the caches -> those of NumPy; None is the dtype of the embedding.
+# SGLang's names for cache dtypes -> NumPy's names; None is the embedding's dtype.
 KV_CACHE_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 
 
@@ -46,7 +46,7 @@ def check_integer(name: str, value: Any) -> int:
         number = None
     if number is None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    # Limits may be huge: the model's positions bound the tokens, and the rounds stop once all rows have ended.
+    # Limits may be huge: the model's maximum length bounds the tokens, and rounds stop once all rows have ended.
     is_limit = name in ("max_new_tokens", "max_rounds")
     require(is_limit or abs(number) <= MAX_INTEGER, f"{name} must be at most {MAX_INTEGER}, got {number}")
     return number
@@ -60,7 +60,7 @@ def _float(name: str, value: Any) -> float:
 
 
 def _elements(name: str, value: Any) -> tuple[Any, ...]:
-    """Returns the elements of a sequence; raises `ValueError` for text and for values without elements."""
+    """Returns the elements of a sequence; raises `ValueError` for text and for values that are not iterable."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a sequence, got {value!r}")
     return tuple(value)
@@ -71,7 +71,7 @@ class DecodeConfig:
     """Settings of a decoding call.
 
     Shapes and rules are static: a change compiles a new program. Limits, stop sequences, thresholds, costs and
-    vocabularies enter the compiled call as arrays, so a change of their values compiles nothing. A call warns about
+    vocabularies enter the compiled call as arrays, so changing their values does not recompile. A call warns about
     settings that have no effect because of other settings.
 
     Attributes:
@@ -81,54 +81,55 @@ class DecodeConfig:
             `load_drafter`, or your own.
         num_steps: draft levels per round; 0 is plain decoding. Levels beyond the number of MTP modules run the last
             module again on its own output. SGLang: `speculative_num_steps`.
-        topk: candidates that each level drafts per node; 1 drafts a chain, more than 1 a tree. With drafter "mtp", a
+        topk: candidates drafted per node at each level; 1 drafts a chain, more than 1 a tree. With drafter "mtp", a
             tree needs a model with exactly one MTP module. SGLang: `speculative_eagle_topk`.
         num_draft_tokens: nodes verified per round, including the pending token. None: `num_steps + 1` for a chain; for
-            a tree, the maximum for topk and num_steps, at most 64. SGLang: `speculative_num_draft_tokens`.
+            a tree, the largest number that topk and num_steps allow, at most 64. SGLang:
+            `speculative_num_draft_tokens`.
         acceptance: the acceptance rule: a name from `mtpjax.decoding.acceptance.rules`, `package.module:RECORD`, or an
             `AcceptanceRule`. "auto" is "greedy" if every row is at temperature 0, else "block" for a chain and
             "recursive" for a tree. On a chain, "recursive" is the same as "token", and "traversal" the same as "block".
             "threshold", "typical" and "relaxed" are lossy: they change the distribution of the text.
         depth_policy: "fixed" drafts num_steps levels in every round. "adaptive" chooses 0 to num_steps levels before
             each round; it supports only chains.
-        depth_costs: duration of a round at each depth 0..num_steps, in any unit (`mtpjax profile` measures them).
+        depth_costs: duration of a round at each depth 0..num_steps, in any unit (measured by `mtpjax profile`).
             Required for an adaptive depth.
         depth_rates: conditional acceptance rate of each level 1..num_steps (given that the levels before it were
-            accepted), measured on similar texts (`mtpjax eval acceptance`). An adaptive depth starts from these rates.
-            None: it starts from an assumed rate.
+            accepted), measured on similar texts (`mtpjax eval acceptance`). Starting point of an adaptive depth. None:
+            it starts from an assumed rate.
         prompt_lookup_min: minimum length of the n-grams that "lookup" matches, in tokens.
         prompt_lookup_max: maximum length of the n-grams that "lookup" matches, in tokens.
-        threshold_single: "threshold" accepts every draft that the model gives at least this probability; 1 is exact.
-            SGLang: `speculative_accept_threshold_single`.
+        threshold_single: "threshold" accepts every draft to which the model gives at least this probability; 1 is
+            exact. SGLang: `speculative_accept_threshold_single`.
         threshold_acc: "threshold" divides the acceptance probability by this number; 1 is exact. SGLang:
             `speculative_accept_threshold_acc`.
         typical_epsilon: "typical" accepts a draft whose probability is above this number. Medusa: posterior threshold.
         typical_delta: "typical" also accepts a draft whose probability is above this number times exp(-entropy).
             Medusa: posterior alpha.
-        relaxed_topk: "relaxed" accepts only drafts among this number of most likely tokens (TensorRT-LLM).
-        relaxed_delta: "relaxed" accepts only drafts whose probability is at most this much below that of the most
-            likely token.
+        relaxed_topk: "relaxed" accepts only drafts among the `relaxed_topk` most likely tokens (TensorRT-LLM).
+        relaxed_delta: "relaxed" accepts only drafts whose probability is at most this much below the most likely
+            token's.
         draft_vocabulary: token ids that the MTP modules may draft (FR-Spec, 2502.14856); None: all. It does not change
             the distribution of the text.
-        draft_window: number of newest positions that the MTP modules attend to, in addition to the first `draft_sinks`;
-            None: all positions.
+        draft_window: number of newest positions that the MTP modules attend to, in addition to the first `draft_sinks`
+            positions; None: all positions.
         draft_sinks: number of positions at the start that the MTP modules always attend to if `draft_window` is set.
         stop_token_ids: a row ends after any of these tokens. The result includes the token.
         stop_sequences: a row ends after any of these sequences of new tokens. The result includes the sequence.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         max_length: maximum length of a row in tokens, prompt included; None: the model's `max_position_embeddings`.
-        prefill_chunk: tokens per row in one prefill pass. None: 64 on a CPU; on a GPU up to 2048, depending on the
-            prompts and the memory, because each pass reads all weights.
+        prefill_chunk: tokens per row in one prefill pass. None: 64 on a CPU; on a GPU up to 2048, as prompts and memory
+            allow, because each pass reads all weights.
         implementation: implementation of the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted"
-            (the GPU kernels on any machine, slowly) or "auto" (`pallas_kernels.dispatch`). None: that of the model.
+            (the GPU kernels on any machine, slowly) or "auto" (`pallas_kernels.dispatch`). None: the model's setting.
         kv_cache_dtype: dtype of keys, values and latents in the caches, with SGLang's names: "auto" (the embedding's
             dtype), "bfloat16" or "fp8_e4m3". fp8 takes half the bytes of bfloat16. It rounds entries to 3 bits of
             fraction, without scales, and clamps them to ±448. Speculative and plain decoding still give the same text
             if both use it. The states of recurrent layers keep their dtype.
-        deterministic: make each row's text independent of the other rows of the batch. Kernels then split their work in
-            the same way at every batch size, which is slower (docs/guides/kernels.md). Needs the kernels: a GPU, or
-            implementation "interpreted".
-        allow_copies: on a mesh, replicate heads, columns, experts or the vocabulary where an axis does not divide their
+        deterministic: make each row's text independent of the other rows in the batch. Kernels then split their work in
+            the same way at every batch size, which is slower (docs/guides/kernels.md). Requires a GPU, for the kernels,
+            or implementation "interpreted".
+        allow_copies: on a mesh, replicate heads, columns, experts or the vocabulary if an axis does not divide their
             number, which is otherwise an error.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
             on a GPU if the model has no experts, else 1.
@@ -177,7 +178,7 @@ class DecodeConfig:
     min_rows: int | None = None
 
     def __post_init__(self):
-        # 1. Types, so that every later comparison is of plain numbers. Lists become tuples, which can be hashed.
+        # 1. Types, so that later checks compare plain numbers. Lists become tuples, which are hashable.
         check_scalar_fields(self)
         self._convert_sequences()
         # 2. Ranges of single values.
@@ -210,13 +211,9 @@ class DecodeConfig:
         self._check_policy()
 
     def _convert_sequences(self):
-        """Converts sequences to tuples of Python numbers; reads an iterator once."""
-        convert = {
-            "stop_token_ids": check_integer,
-            "draft_vocabulary": check_integer,
-            "depth_costs": _float,
-            "depth_rates": _float,
-        }
+        """Converts sequences to tuples of Python numbers; reads each iterator only once."""
+        convert: dict[str, Any] = dict.fromkeys(("stop_token_ids", "draft_vocabulary"), check_integer)
+        convert |= dict.fromkeys(("depth_costs", "depth_rates"), _float)
         for name, of in convert.items():
             value = getattr(self, name)
             if value is not None or name == "stop_token_ids":
@@ -245,7 +242,7 @@ class DecodeConfig:
         )
 
     def _check_policy(self):
-        """Checks that an adaptive depth has its costs, and rates that match `num_steps`."""
+        """Checks that an adaptive depth has costs and, if given, rates that match `num_steps`."""
         if self.depth_policy == "fixed" or not self.num_steps:
             return
         require(self.topk == 1, f"depth_policy 'adaptive' supports only chains: set topk to 1, got {self.topk}")
@@ -262,17 +259,17 @@ class DecodeConfig:
         rates = self.depth_rates
         require(
             rates is None or (len(rates) == self.num_steps and all(0 < rate <= 1 for rate in rates)),
-            f"depth_rates must hold {self.num_steps} rates above 0 and at most 1, one per level; got {rates}",
+            f"depth_rates must hold {self.num_steps} rates (one per level), each above 0 and at most 1; got {rates}",
         )
 
     @property
     def rule(self) -> AcceptanceRule | None:
-        """The record of the acceptance rule; None for "auto"."""
+        """The acceptance rule; None for "auto"."""
         return None if self.acceptance == "auto" else find_rule(self.acceptance)
 
     @property
     def rule_params(self) -> tuple[float, ...]:
-        """The values of the rule's parameters, in the order of its record."""
+        """The values of the rule's parameters, in the order in which the rule lists them."""
         parameters = {} if self.rule is None else self.rule.parameters
         return tuple(float(getattr(self, name, default)) for name, default in parameters.items())
 
@@ -285,7 +282,7 @@ class DecodeConfig:
 
 
 def largest_tree(topk: int, num_steps: int) -> int:
-    """Computes the number of nodes of the largest tree, including the root.
+    """Computes the number of nodes in the largest tree, including the root.
 
     SGLang's construction: topk nodes at level 1, and topk children of each of the topk best nodes at later levels.
 
@@ -303,21 +300,21 @@ def largest_tree(topk: int, num_steps: int) -> int:
 class SamplingParams:
     """Sampling parameters. Each field is one value for all rows, or a sequence with one value per row.
 
-    The order is: penalties, bias, banned tokens, temperature, top_k, top_p, min_p (formulas:
+    Applied in this order: penalties, bias, banned tokens, temperature, top_k, top_p, min_p (formulas:
     `mtpjax.decoding.sampling`).
 
     Attributes:
         temperature: softmax temperature; 0 is greedy.
-        top_k: keep only this number of most likely tokens; 0 keeps all.
-        top_p: of the tokens that top_k keeps, keep the most likely ones whose total probability reaches this share; 1
-            keeps all.
+        top_k: keep only the `top_k` most likely tokens; 0 keeps all.
+        top_p: of the tokens that top_k keeps, keep the smallest set of most likely tokens whose total probability
+            reaches top_p; 1 keeps all.
         min_p: keep tokens with at least this fraction of the most likely token's probability; 0 keeps all.
         repetition_penalty: penalty for tokens in the prompt or the new text (CTRL, 1909.05858); 1 is off.
         frequency_penalty: penalty per occurrence of a token in the new text, as in OpenAI's API; 0 is off.
         presence_penalty: penalty for tokens that occur in the new text, as in OpenAI's API; 0 is off.
         min_new_tokens: minimum number of new tokens. Until then, single stop tokens are banned and longer stop
             sequences do not end the row.
-        logit_bias: values to add to the logits, by token id: one mapping for all rows, or one (or None) per row.
+        logit_bias: values to add to the logits, keyed by token id: one mapping for all rows, or one (or None) per row.
         allowed_tokens: the only token ids that may be generated: one sequence for all rows, or one (or None) per row.
         banned_tokens: token ids that may not be generated, in the same form as allowed_tokens.
         seed: seed of the row's random numbers, 0..2^64-1; None derives it from the call's key.
@@ -346,14 +343,14 @@ class SamplingParams:
     seed: int | Sequence[int] | None = None
 
     def __post_init__(self):
-        # An iterator can be read once only, and these fields are read several times. Keep its elements instead.
+        # An iterator can be read only once, but these fields are read several times. Keep its elements instead.
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _materialise(getattr(self, field.name)))
         check_sampling(vars(self))
 
 
 def _materialise(value: Any) -> Any:
-    """Replaces iterators, also those inside a list or tuple, by tuples of their elements."""
+    """Replaces iterators, including those inside a list or tuple, by tuples of their elements."""
     if isinstance(value, Iterator):
         value = tuple(value)
     if type(value) in (list, tuple):

@@ -28,7 +28,7 @@ from mtpjax.models.view import CONTIGUOUS, Pages, read_rows
 class Weights(flax.struct.PyTreeNode):
     """The arrays that rounds read but do not change."""
 
-    params: dict[str, Any]  # of the model
+    params: dict[str, Any]  # the model's parameters
     drafter: Any  # from `Drafter.prepare`
 
 
@@ -36,22 +36,22 @@ class Weights(flax.struct.PyTreeNode):
 class Drafter:
     """A draft method. This base class drafts nothing, which makes every round a plain decoding step.
 
-    A drafter is a frozen dataclass: hashable, and static under `jax.jit`. Arrays live in its parameters (a tree of its
-    own) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
+    A drafter is a frozen dataclass: hashable, and static under `jax.jit`. Its arrays live in its parameters (a separate
+    tree) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
     `select_states` on the verification pass, then `commit`. Prefill calls `select_states` and `extend` once per chunk.
     An adaptive call keeps its depth while `backlog_fits` holds, and calls `drain_backlog` before it continues at any
     depth.
 
-    Methods get the `Decoder` of the round, with model and spec (`spec.num_steps` is the depth of this round), the
-    `Weights`, whose `drafter` is what `prepare` returned, and the rows' `DecodeState`, whose `tokens` after `length`
-    are scratch space. They run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
+    Methods get the round's `Decoder`, with model and spec (`spec.num_steps` is the depth of this round), the `Weights`,
+    whose `drafter` is the result of `prepare`, and the rows' `DecodeState`, whose `tokens` after `length` are scratch
+    space. They run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
 
-    Text stays exact with any drafter if `Draft.probabilities` are those that the tokens were actually drawn from: the
-    drafter's distribution for sampled tokens, one-hot for all others.
+    Text stays exact with any drafter if `Draft.probabilities` is the distribution that the tokens were actually drawn
+    from: the drafter's distribution for sampled tokens, one-hot for all others.
 
     Attributes:
         layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
-        limits: what drafters of this class do not support. Calls with other settings are rejected before `check`.
+        limits: what drafters of this class do not support. Calls that use it are rejected before `check` runs.
     """
 
     layer_ids: tuple[int, ...] = ()
@@ -63,11 +63,11 @@ class Drafter:
         """Raises `ValueError` if the drafter does not support a model or settings; not called for plain decoding."""
 
     def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
-        """Returns the drafter's parameters for calls without `draft_params`: arguments of the compiled call."""
+        """Returns the drafter's parameters for calls without `draft_params`, as arguments of the compiled call."""
         return None
 
     def prepare(self, params: dict, draft_params: Any, *, model: MTPModel) -> Any:
-        """Computes the arrays that every round reads from the parameters of model and drafter, once per call."""
+        """Computes, once per call, the arrays that every round reads, from the model's and the drafter's parameters."""
         return draft_params
 
     def num_scratch_slots(self, decoder: "Decoder") -> int:
@@ -105,10 +105,10 @@ class Drafter:
         return state.drafter
 
     def num_extended(self, draft_state: Any) -> jax.Array | None:
-        """Returns the `[B]` number of positions with final entries, from which a row can continue; None: no limit."""
+        """Returns `[B]` the number of positions with final entries, after which a row can continue; None: no limit."""
         return None
 
-    # Every round: draft before verification, commit after acceptance.
+    # In every round: draft before verification, commit after acceptance.
 
     def propose(self, decoder: "Decoder", weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Drafts `spec.num_steps` levels: `spec.num_nodes` nodes. Returns a state with a new `drafter` field too."""
@@ -124,10 +124,10 @@ class Drafter:
         """
         return state.drafter
 
-    # Rounds of changing depth (`depth_policy="adaptive"`). The decoder is that of the deepest round.
+    # Rounds of varying depth (`depth_policy="adaptive"`). The decoder is the one for the deepest round.
 
     def backlog_fits(self, decoder: "Decoder", state: DecodeState, depth: jax.Array | int) -> jax.Array:
-        """Returns whether a round of this depth can follow, `[]` bool. If False, the loop calls `drain_backlog`."""
+        """Returns `[]` bool: whether a round of this depth can follow. If False, the loop calls `drain_backlog`."""
         return jnp.ones((), bool)
 
     def drain_backlog(self, decoder: "Decoder", weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
@@ -167,11 +167,11 @@ class Decoder:
         """Resolves the static settings of a call for its platform and batch size.
 
         Args:
-            drafter: the draft method of these settings.
+            drafter: the draft method that `config` selects.
             model: the model, as `fit_params` returns it.
             mesh: mesh of the parameters; None: one device.
             max_length: maximum tokens of a sequence, prompt included.
-            longest_prompt: tokens of the longest prompt; None: any that `max_length` allows.
+            longest_prompt: tokens of the longest prompt; None: any length that `max_length` allows.
             is_greedy: every row is at temperature 0.
 
         Raises:
@@ -182,21 +182,21 @@ class Decoder:
         chunk = choose_prefill_chunk(model.config, batch, platform, implementation=implementation, **sizes)
         min_rows = config.min_rows or min_rows_per_pass(model.config, batch, platform)
         spec = make_spec(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
-        # No prompt is longer than the model's positions, and caches hold a whole chunk, so a wider one only wastes
+        # No prompt exceeds the model's maximum length, and caches hold a whole chunk, so a wider chunk only wastes
         # memory.
         max_chunk = max(model.config.max_position_embeddings, MIN_PREFILL_CHUNK)
         return cls(model, drafter, dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, max_chunk)))
 
     def replace(self, **changes: Any) -> "Decoder":
-        """Returns the decoder with changed fields of its spec."""
+        """Returns the decoder with some fields of its spec changed."""
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
     def at_depth(self, num_steps: int) -> "Decoder":
-        """Returns the decoder of rounds with `num_steps` draft levels; see `DecodeSpec.at_depth`."""
+        """Returns the decoder for rounds with `num_steps` draft levels; see `DecodeSpec.at_depth`."""
         return dataclasses.replace(self, spec=self.spec.at_depth(num_steps))
 
     def for_plain_rows(self) -> "Decoder":
-        """Returns the decoder of a session for rows that are all greedy, without options or log-probabilities."""
+        """Returns a session's decoder for greedy rows without sampling options or log-probabilities."""
         return self.replace(rule=RULES["greedy"], logprobs=False)
 
     @property
@@ -209,8 +209,8 @@ class Decoder:
     @property
     def slots_per_round(self) -> int:
         """Maximum number of cache slots that a round writes after the committed text: its verify pass or drafting."""
-        # A state with pages serves any request. If all rows are greedy they draft dynamic trees, which may be wider
-        # than those of a sampling rule.
+        # A paged state serves any request. If all rows are greedy, they draft dynamic trees, which may be wider than
+        # the trees of a sampling rule.
         decoders = (self,) if self.spec.pool is None else (self, self.for_plain_rows())
         return max(max(each.spec.verify_width, each.drafter.num_scratch_slots(each)) for each in decoders)
 
@@ -234,24 +234,24 @@ class Decoder:
         return round_up_capacity(max(-(-longest_prompt // chunk) * chunk, max_length) + num_slots + 1)
 
     def num_pages_of(self, length: int) -> int:
-        """Returns the pages of a text of `length` tokens and of the slots after it; needs `spec.pool`."""
+        """Returns the number of pages for a text of `length` tokens plus scratch slots; needs `spec.pool`."""
         assert self.spec.pool is not None
         return -(-(length + self._paged_slots_after_text) // self.spec.pool[1])
 
     def max_length_of(self, num_pages: int) -> int:
-        """Returns the maximum tokens of a text that has `num_pages` pages; needs `spec.pool`."""
+        """Returns the maximum length, in tokens, of a text with `num_pages` pages; needs `spec.pool`."""
         assert self.spec.pool is not None
         return num_pages * self.spec.pool[1] - self._paged_slots_after_text
 
     @property
     def _paged_slots_after_text(self) -> int:
-        # A module stores an entry up to `max_shift` positions after its own.
+        # A module stores an entry up to `max_shift` positions after the position that it belongs to.
         return self.slots_per_round + 1 + self.drafter.max_shift(self.model)
 
     # Arrays.
 
     def prepare(self, params: dict, draft_params: Any) -> Weights:
-        """Computes the arrays that rounds read. Work that depends only on parameters runs here, once per call."""
+        """Computes the arrays that rounds read. Work that depends only on parameters is done here, once per call."""
         return Weights(params, self.drafter.prepare(params, draft_params, model=self.model))
 
     def empty_state(
@@ -266,14 +266,14 @@ class Decoder:
         """Makes a state whose slots are all free.
 
         Args:
-            shape: slots, capacity and options.
+            shape: slots, capacity and sampling options.
             dtype: dtype of the activations, and of the caches unless the spec sets a different one.
             depth_costs: `[K+1]` durations of rounds, for an adaptive depth; None: fixed depth.
             depth_rates: `[K]` measured acceptance rates, for an adaptive depth; None: unknown.
             drafting_disabled: True if drafting cannot be faster at any depth, so every round is a plain decoding step.
         """
-        # Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range. Number and
-        # shapes of the arrays depend only on static settings, so later requests do not recompile.
+        # Every slot holds a sequence of a single token 0, so that indices such as `length - 1` stay in range. The
+        # number and shapes of the arrays depend only on static settings, so later requests do not recompile.
         (batch, capacity, stops, features), config, spec, storage = shape, self.model.config, self.spec, CONTIGUOUS
         if spec.pool is not None:
             storage = Pages.empty(batch, capacity, spec.pool, self.drafter.max_shift(self.model))
@@ -322,16 +322,16 @@ class Decoder:
         """Makes a state on the device: all slots free, or with requests before their prefill.
 
         Args:
-            params: model parameters, for the dtype.
-            config: settings, for the costs and rates of an adaptive depth.
+            params: model parameters, which determine the dtype.
+            config: settings, which include the costs and rates of an adaptive depth.
             mesh: mesh of the parameters, on which each device makes its shard; None: one device.
-            shape: the shape; None: that of `rows`.
+            shape: the state's shape; None: the shape that `rows` need.
             rows: a request for every slot; None: all slots are free.
         """
         if shape is None:
             assert rows is not None
             shape = StateShape.of(rows)
-        # If drafting cannot be faster at these costs, an adaptive call disables it, and need not keep the drafter up to
+        # If drafting cannot be faster at these costs, an adaptive call disables it and need not keep the drafter up to
         # date.
         costs, rates, is_disabled = None, None, False
         if self.spec.is_adaptive and config.depth_costs is not None:
@@ -389,7 +389,7 @@ def make_spec(config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1, prefi
     )
 
 
-# Jitted, so that one dispatch transfers the requests and allocates all buffers of a state.
+# Jitted, so that one dispatch transfers the requests and allocates all of a state's buffers.
 @functools.partial(jax.jit, static_argnames=("decoder", "shape", "dtype", "mesh"))
 def _make_state(
     rows: NewRows | None, *, decoder: Decoder, shape: StateShape, dtype: Any, mesh: Mesh | None, **depth: Any

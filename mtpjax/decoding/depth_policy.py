@@ -2,11 +2,12 @@
 
 The whole batch drafts to one depth, because one compiled verify pass has one width. The choice maximises expected
 committed tokens per unit of time, `(1 + sum_k survival_k) / cost`, the cost model of TurboSpec (2406.14066) with
-acceptance rates estimated online. It depends on earlier rounds only, never on a token that it decides about, so every
-exact acceptance rule stays exact. `experiments/decoding/policy_regret.py` compares it with the best fixed depth.
+acceptance rates estimated online. The choice depends only on earlier rounds, never on the tokens of the round that it
+is made for, so every exact acceptance rule stays exact. `experiments/decoding/policy_regret.py` compares it with the
+best fixed depth.
 
-The model assumes that rejections are independent given their depth. Otherwise, for example in a table in which every
-third token is unpredictable, the policy can choose a worse depth than the best fixed one.
+The model assumes that rejections are independent given their depth. Otherwise, for example in a table where every third
+token is unpredictable, the policy can do worse than the best fixed depth.
 """
 
 import functools
@@ -17,22 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 
 PRIOR_RATE = 0.75  # assumed acceptance rate where none was measured
-ASSUMED_PRIOR_COUNT, MEASURED_PRIOR_COUNT = 4.0, 16.0  # pseudo-counts of an assumed prior, and of a measured one
+ASSUMED_PRIOR_COUNT, MEASURED_PRIOR_COUNT = 4.0, 16.0  # pseudo-counts of an assumed and a measured prior
 ROW_PSEUDO_COUNT = 3.0  # pseudo-counts with which a row's rate is shrunk towards the batch's rate
 DECAY_ROUNDS = 24  # rounds after which a count has faded to 1/e
 PROBE_INTERVAL = 16  # rounds between two probes of the next deeper depth
 POWER_MEAN_EXPONENT = 12  # exponent of the power mean over the rows' remaining times; large values approach the maximum
-MIN_SPEEDUP = 1.05  # no probes of drafting below this speed-up at perfect acceptance
+MIN_SPEEDUP = 1.05  # drafting is not probed below this speed-up at perfect acceptance
 
 
 class DepthPolicy(flax.struct.PyTreeNode):
-    """Acceptance counts of B rows at depths 1..D, and the chosen depth."""
+    """Acceptance counts for B rows at depths 1..D, and the chosen depth."""
 
     costs: jax.Array  # [D+1] float32, duration of a round at each depth, in units of a round at depth 0
     prior: jax.Array  # [D] float32, acceptance rate at each depth before anything is observed
     prior_count: jax.Array  # [] float32, pseudo-count of the prior, in drafts
     verified: jax.Array  # [B, D] float32, decayed count of drafts per depth whose predecessors were all accepted
-    accepted: jax.Array  # [B, D] float32, decayed count of the accepted ones among them
+    accepted: jax.Array  # [B, D] float32, decayed count of those that were accepted
     depth: jax.Array  # [] int32, draft depth of the next round
     since_probe: jax.Array  # [] int32, rounds since the last probe
 
@@ -51,8 +52,8 @@ def init_policy(costs, batch: int, *, prior=None) -> DepthPolicy:
     """
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "depth costs must cover depth 0 and at least one more"
-    # Only ratios of costs matter, so they are stored relative to a plain decoding step. A measured prior counts for
-    # more drafts than an assumed one.
+    # Only cost ratios matter, so costs are stored relative to a plain decoding step. A measured prior counts as more
+    # drafts than an assumed one.
     counts, zero = jnp.zeros((batch, costs.shape[0] - 1)), jnp.zeros((), jnp.int32)
     policy = DepthPolicy(
         costs=costs / costs[0],
@@ -64,7 +65,8 @@ def init_policy(costs, batch: int, *, prior=None) -> DepthPolicy:
         since_probe=zero,
     )
     best = _best_depth(policy, jnp.ones(batch, bool), None)
-    # A first round at depth 0 would reveal nothing about acceptance, so it probes depth 1 if that could ever pay.
+    # A first round at depth 0 would reveal nothing about acceptance, so it probes depth 1 if drafting could ever pay
+    # off.
     return policy.replace(depth=jnp.where(best == 0, _probe_depth(policy, best), best))
 
 
@@ -74,7 +76,7 @@ def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_ac
     Args:
         policy: the policy before the round.
         depth: draft depth of the round, a Python int or an int32 scalar.
-        num_accepted: `[B]` int32, accepted drafts per row, before stop sequences and limits cut any.
+        num_accepted: `[B]` int32, accepted drafts per row, before any are cut off at stop sequences or limits.
         was_active: `[B]` bool, rows that drafted in this round.
         is_active: `[B]` bool, rows that run in the next round. Other rows do not influence the choice.
         remaining: `[B]` int32, tokens that each row may still generate. The policy then minimises the time until the
@@ -99,7 +101,7 @@ def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_ac
     best = _best_depth(policy, is_active, remaining)
 
     # 3. Probe one depth deeper at regular intervals, because rounds reveal nothing about acceptance beyond their depth.
-    #    A round that was deeper than the present choice has revealed as much, so it also restarts the interval.
+    # A round deeper than the current choice is itself such a probe, so it also restarts the interval.
     since_probe = jnp.where(depth > best, 0, policy.since_probe + 1)
     is_due = since_probe >= PROBE_INTERVAL
     max_drafts = jnp.where(is_active, policy.prior.shape[0] if remaining is None else remaining - 1, 0).max()
@@ -112,9 +114,9 @@ def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_ac
 
 
 def can_speed_up(costs) -> bool:
-    """Returns True if some depth would be `MIN_SPEEDUP` times as fast as depth 0 if all drafts were accepted.
+    """Returns True if some depth would be at least `MIN_SPEEDUP` times as fast as depth 0 with all drafts accepted.
 
-    `costs [D+1]` are numbers, not traced. If False, the caller can disable drafting permanently.
+    `costs [D+1]` are concrete values, not traced. If False, the caller can disable drafting permanently.
     """
     # A fully accepted round of depth d commits d+1 tokens.
     costs = np.asarray(costs, np.float64)
@@ -124,19 +126,19 @@ def can_speed_up(costs) -> bool:
 def acceptance_rates(policy: DepthPolicy, is_active) -> jax.Array:
     """Estimates each row's acceptance rate at each depth, `[B, D]` float32, given that earlier drafts were accepted.
 
-    Two shrinkage estimates: each row's rate is shrunk towards the rate of all active rows together, and that rate
+    Two shrinkage estimates: each row's rate is shrunk towards the joint rate of all active rows, and the joint rate
     towards the prior.
     """
     verified, accepted = (jnp.where(is_active[:, None], x, 0).sum(axis=0) for x in (policy.verified, policy.accepted))
     rates, batch_rate, row_rate, prior_before = [], policy.prior[0], jnp.ones(is_active.shape), policy.prior[0]
     for k in range(policy.prior.shape[0]):
-        # Expect the estimate at the depth before, times the ratio of the two priors: text that is easier than the prior
-        # at one depth is usually easier at the next as well.
+        # Expect the estimate at the previous depth times the ratio of the two priors: text that is easier than the
+        # prior at one depth is usually easier at the next as well.
         ratio = policy.prior[k] / prior_before
         expected = jnp.minimum(batch_rate * ratio, 1)
         batch_rate = (accepted[k] + policy.prior_count * expected) / (verified[k] + policy.prior_count)
-        # Mostly easy rows reach a deep depth, so the batch's rate there is too high for a row with low rates so far.
-        # Cap it by the row's own rate at the depth before.
+        # Mostly easy rows reach large depths, so the batch's rate there is too high for a row with low rates so far.
+        # Cap it at the row's rate at the previous depth.
         shrunk_to = jnp.minimum(batch_rate, row_rate * ratio)
         row_rate = (policy.accepted[:, k] + ROW_PSEUDO_COUNT * shrunk_to) / (policy.verified[:, k] + ROW_PSEUDO_COUNT)
         rates.append(row_rate)
@@ -156,7 +158,7 @@ def _probe_depth(policy: DepthPolicy, best) -> jax.Array:
 
 
 def _best_depth(policy: DepthPolicy, is_active, remaining) -> jax.Array:
-    """Returns the depth, an int32 scalar, with the most expected tokens per unit of time by the present estimates."""
+    """Returns the depth (int32 scalar) with the most expected tokens per unit of time under the current estimates."""
     # 1. Expected tokens of a round at each depth, [B, D+1]: the bonus token, and each draft with its survival
     #    probability (the product of the rates up to it). Drafts beyond a row's limit are worthless.
     survival = jnp.cumprod(acceptance_rates(policy, is_active), axis=1)

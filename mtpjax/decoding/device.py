@@ -21,11 +21,11 @@ def fit_params(
     """Fits parameters and model to a mesh.
 
     Args:
-        config: settings, for `allow_copies`.
+        config: settings; `allow_copies` is read.
         mesh: moves the parameters to this mesh; None leaves them where they are.
 
     Returns:
-        The parameters and the model to decode with, and the mesh; None: one device.
+        The parameters and the model to decode with, and the mesh (None: one device).
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -40,9 +40,9 @@ def fit_params(
 
 
 def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
-    """Returns the model with the implementation of the settings, if they set one.
+    """Returns the model with the kernel implementation from the settings, if they set one.
 
-    With `deterministic`, "auto" becomes the kernels on a GPU.
+    With `deterministic`, "auto" selects the kernels on a GPU.
     """
     implementation = config.implementation or model.implementation
     if config.deterministic and implementation == "auto" and jax.default_backend() == "gpu":
@@ -66,7 +66,7 @@ def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> It
         if mesh is not None:
             settings.enter_context(jax.set_mesh(mesh))
         if platform != "cpu" and params["embedding"].dtype == jnp.float32:
-            # By default XLA rounds float32 matmul inputs to TF32 on a GPU, but the Pallas kernels do not. The error of
-            # TF32 can flip near-tied logits, so that plain and speculative decoding differ.
+            # By default XLA rounds float32 matmul inputs to TF32 on a GPU, but the Pallas kernels do not. TF32's error
+            # can flip near-tied logits, so that plain and speculative decoding would differ.
             settings.enter_context(jax.default_matmul_precision("highest"))
         yield

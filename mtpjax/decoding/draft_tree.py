@@ -30,7 +30,7 @@ class Candidates:
         self.scores: list[jax.Array] = []  # [B, C] float32 per level
         self.tokens: list[jax.Array] = []  # [B, C] int32 per level
         self.parents: list[jax.Array] = []  # [B, C] flat index of the parent candidate, -1 for the root
-        self.num_candidates = 0  # candidates of all levels so far; flat indices count them in the order they were added
+        self.num_candidates = 0  # candidates so far, at all levels; flat indices follow the order of addition
 
     def add_children(
         self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, parent_index: jax.Array
@@ -39,7 +39,7 @@ class Candidates:
 
         Args:
             probabilities: `[B, f, topk]` draft probabilities of each node's most likely children.
-            tokens: `[B, f, topk]` those children.
+            tokens: `[B, f, topk]` tokens of these children.
             scores: `[B, f]` the nodes' own scores.
             parent_index: `[B, f]` the nodes' flat indices.
 
@@ -85,7 +85,7 @@ def depths_and_ancestor_mask(parents: jax.Array, num_steps: int) -> tuple[jax.Ar
 
     Args:
         parents: `[B, W]` int32, -1 for the root.
-        num_steps: upper bound of the depth of the trees.
+        num_steps: upper bound on the depth of the trees.
 
     Returns:
         Depths `[B, W]` int32, and the mask `[B, W, W]` bool: entry (n, m) is True if m is n or an ancestor of n.
@@ -107,8 +107,8 @@ def depths_and_ancestor_mask(parents: jax.Array, num_steps: int) -> tuple[jax.Ar
 class TreeShape:
     """A tree that is fixed before any token is drawn.
 
-    Ratio rules for trees need it: they are exact only if a node's place in the tree does not depend on
-    the token drawn there.
+    Ratio rules for trees need it: they are exact only if a node's position in the tree does not depend on the token
+    drawn there.
 
     Attributes:
         parents: parent of each node, -1 for the root; parents before children.
@@ -134,7 +134,7 @@ class TreeShape:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def inner_levels(self) -> list[list[int]]:
-        """Returns the nodes that have children, in one list per depth; the deepest level has none."""
+        """Returns the nodes that have children, in one list per depth above the deepest level."""
         depths = self.depths
         inner = sorted(set(self.parents[1:]))
         return [[node for node in inner if depths[node] == depth] for depth in range(max(depths))]
@@ -145,7 +145,7 @@ def choose_tree_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
     """Chooses the nodes that are most likely to be accepted, under assumed acceptance rates per child rank.
 
     The greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its path. A
-    node has up to `topk` children, and a depth of up to `num_steps`. Nodes are in level order, the root included.
+    node has at most `topk` children and a depth of at most `num_steps`. Nodes are in level order and include the root.
     """
     # A node's key is its path, the tuple of child ranks from the root. The frontier maps each node that may be added
     # next, because its parent and earlier siblings are chosen, to its value.

@@ -4,8 +4,8 @@ XLA records parts of a compiled call as CUDA graphs, each started by one launch.
 the host waits for the loop condition after every round. `GRAPH_OPTIONS` records loops too, so the host is not involved
 between the first and the last token.
 
-On several GPUs of one machine, the collectives are recorded as well. On several machines XLA's defaults stay: there
-NCCL adds a host node (a CPU callback) per collective, which CUDA does not allow inside a graph loop.
+On several GPUs of one machine, the collectives are recorded as well. On several machines XLA's defaults stay in place,
+because NCCL then adds a host node (a CPU callback) per collective, which CUDA does not allow inside a graph loop.
 
 ROCm graphs cannot contain loops, so there the host reads one condition per round. CPUs have no graphs.
 """
@@ -25,9 +25,9 @@ from mtpjax.decoding.graph_trial import try_loop, wait_for_devices
 from mtpjax.distributed import gather_values
 from mtpjax.errors import printable
 
-# XLA's default list of operations in graphs, and WHILE. A compiler option replaces the whole list.
+# XLA's default list of operations that graphs may contain, plus WHILE. The compiler option replaces the whole list.
 _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
-# By default XLA makes no graph of fewer than 5 operations, and a recorded loop counts as one.
+# By default XLA makes no graph with fewer than 5 operations, and a recorded loop counts as one operation.
 GRAPH_OPTIONS = {"xla_gpu_enable_command_buffer": _RECORDED, "xla_gpu_graph_min_graph_size": "1"}
 MESH_GRAPH_OPTIONS = {**GRAPH_OPTIONS, "xla_gpu_enable_command_buffer": f"{_RECORDED},COLLECTIVES"}
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def graph_options(mesh: Mesh) -> dict[str, str] | None:
-    """Returns the compiler options of a call on a mesh; an empty mesh is one GPU.
+    """Returns the compiler options for a call on a mesh; an empty mesh means one GPU.
 
     None keeps XLA's defaults: on several nodes, or if XLA_FLAGS set the contents of graphs.
     """
@@ -48,12 +48,12 @@ def graph_options(mesh: Mesh) -> dict[str, str] | None:
 
 
 class Graphs:
-    """Finds out, per mesh, whether calls can run as graphs. The results hold until the process ends.
+    """Finds out, for each mesh, whether calls can run as graphs. The results are kept until the process ends.
 
-    A call donates its state, so it cannot be repeated without a graph after its graph has failed. Graphs are therefore
+    A call donates its state, so once its graph has failed it cannot be repeated without a graph. Graphs are therefore
     tried on states that may be lost: in a small loop before the first call (`options`), and in the engine's programs
-    while it warms up (`attempt`). A graph that fails later is an ordinary error, except where the caller can rebuild
-    the state (`run_or_repeat`).
+    while it warms up (`attempt`). A later graph failure raises an ordinary error, unless the caller can rebuild the
+    state (`run_or_repeat`).
     """
 
     def __init__(self):
@@ -61,7 +61,7 @@ class Graphs:
         self._lock = threading.Lock()  # programs are compiled in several threads
 
     def options(self, mesh: Mesh) -> dict[str, str] | None:
-        """Returns the compiler options of calls on a mesh, as `graph_options` does, or None if graphs do not work.
+        """Returns `graph_options` for calls on a mesh, or None if graphs do not work.
 
         The first call runs a trial, so all processes of the mesh must make it at the same point.
         """
@@ -78,7 +78,7 @@ class Graphs:
 
         Args:
             mesh: the mesh of the calls. All of its processes must make the attempt.
-            run: makes the calls and waits for them. If it fails, their states are lost.
+            run: makes the calls and waits for them. If it fails, the calls' states are lost.
 
         Returns:
             True if nothing failed in any process.
@@ -103,7 +103,8 @@ class Graphs:
             run: makes the state and the calls, and waits for the result.
 
         Raises:
-            JaxRuntimeError: a call fails for lack of memory, in several processes, or without being a graph.
+            JaxRuntimeError: a call fails because memory runs out, with several processes, or although it is not a
+                graph.
         """
         try:
             return run()
@@ -118,7 +119,7 @@ class Graphs:
     def _reject(self, mesh: Mesh, problem: str) -> None:
         self._answers[mesh] = None
         _log.warning(
-            "decoding does not run as one CUDA graph, because a call failed: %s. Texts do not change, but the host "
+            "decoding does not run as one CUDA graph, because a call failed: %s. Results stay the same, but the host "
             "starts every round, which is slower",
             problem,
         )
@@ -143,10 +144,10 @@ class OneGraph:
         self._called: set[Any] = set()  # signatures of calls over a mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, compiled for the platform; the current mesh decides about collectives."""
+        """Calls the function, compiled for the platform and the current mesh."""
         if not compat.is_cuda():
             return self.plain(*args, **kwargs)
-        # Compiler options are allowed at the top level only.
+        # Compiler options are only allowed at the top level.
         leaves, structure = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return self.plain(*args, **kwargs)
@@ -178,7 +179,7 @@ class OneGraph:
 
     @property
     def num_programs(self) -> int:
-        """Programs that calls have compiled so far."""
+        """Number of programs that calls have compiled so far."""
         return sum(jitted._cache_size() for jitted in (self.plain, self._on_one_gpu, self._on_mesh))
 
 
@@ -188,5 +189,5 @@ def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
 
 
 def _signature(leaf: Any) -> Any:
-    """Returns what selects the compiled program: shape and dtype of an array, any other value itself."""
+    """Returns what part of an argument selects the program: an array's shape and dtype, any other value itself."""
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf

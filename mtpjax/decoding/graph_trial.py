@@ -10,18 +10,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtpjax import compat
 
-NUM_TURNS = 3  # of the loop
+NUM_TURNS = 3  # iterations of the loop
 
 
 def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
-    """Returns a jitted loop like that of a decoding call: a dynamic length, collectives inside, a donated state.
+    """Returns a jitted loop like a decoding call's, with a dynamic length, collectives and a donated state.
 
     CUDA and NCCL accept or reject a loop by the kinds of nodes in its graph, which are the same here, not by its size.
     This one compiles quickly.
 
     Returns:
-        A function of values `[P, 8]`, a row per device, and a number of turns; each turn adds 1 to the mean of all
-        rows.
+        A function of values `[P, 8]`, one row per device, and a number of iterations; each iteration adds 1 to the mean
+        of all rows.
     """
 
     def loop(x: jax.Array, num_turns: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
     """Runs the trial's loop as a graph.
 
     Args:
-        options: compiler options that make it a graph.
+        options: compiler options that turn the loop into a graph.
 
     Raises:
         JaxRuntimeError: the loop fails or computes wrong numbers.
@@ -56,7 +56,7 @@ def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
     if mesh.size > 1:
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         x = jax.make_array_from_callback((mesh.size, 8), sharding, lambda index: np.ones((1, 8), np.float32))
-    # XLA runs the first call kernel by kernel and records the second one. Some errors come only when the result is
+    # XLA runs the first call kernel by kernel and records the second one. Some errors appear only when the result is
     # read.
     for _ in range(2):
         x = jax.block_until_ready(loop(x, np.int32(NUM_TURNS)))
@@ -72,6 +72,6 @@ def wait_for_devices(mesh: Mesh) -> None:
 
 @functools.cache
 def _barrier(mesh: Mesh) -> Any:
-    """Returns a program without collectives on every device; a device runs programs in order."""
+    """Returns a program that runs on every device without collectives; devices run programs in order."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.jit(lambda: jnp.zeros(mesh.size), out_shardings=sharding)

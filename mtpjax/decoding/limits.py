@@ -5,14 +5,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftLimits:
-    """What a draft method does not support: for each feature the reason, which the error gives. None: it is supported.
+    """What a draft method does not support: for each feature the reason, which error messages include; None: supported.
 
     Attributes:
         trees: `topk` above 1.
         draft_window: a window of the drafter's cache.
         draft_vocabulary: a reduced head of the MTP modules.
         sharded_trunk: a mesh that splits the trunk's width, heads or experts.
-        levels: the noun of the levels of a drafter with `max_levels`.
+        levels: the noun for the levels of a drafter with `max_levels`, for messages.
     """
 
     trees: str | None = None

@@ -20,11 +20,11 @@ def adjust_logits(
 ) -> jax.Array:
     """Applies `mtpjax.decoding.sampling.apply_penalties_and_bias` with the state's parameters, history and stop tokens.
 
-    Prefill, drafting and verification all call this function, so p and q refer to the same transformation.
+    Prefill, drafting and verification all call this function, so p and q are transformed in the same way.
 
     Args:
         logits: `[B, T, V]` unmodified logits after each of T nodes.
-        path: drafted tokens up to each node, that node included; None: none.
+        path: drafted tokens up to and including each node; None: no drafted tokens.
         num_new: `[B, T]` int32 new tokens up to each node.
         model: the model, for its vocabulary size.
         allowed: `[B, T, ceil(V/32)]` int32 tokens that may follow each node, a bit per token, the lowest bit first;
@@ -56,7 +56,7 @@ def draw_target(
     probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array, vocabulary: Vocabulary = WHOLE
 ) -> jax.Array:
     """Draws the tokens `[B, T]` int32 that plain decoding with the same seed draws at `position [B, T]`."""
-    # The position alone keys the draw. The node is always 0, since plain decoding has no tree.
+    # Only the position keys the draw. The node is always 0, since plain decoding has no tree.
     _, T, V = probabilities.shape
     node = jnp.zeros(T, jnp.int32)
     gumbel = rng.gumbel(sampling.seed, position, rng.TARGET, node, V, vocabulary.first_id(V))

@@ -78,7 +78,7 @@ def run_rounds(
     Args:
         decoder: the decoder; an adaptive one drafts 0..`spec.num_steps` levels.
         max_rounds: `[]` int32, maximum number of rounds; None: no limit.
-        depth: draft levels of every round, if the caller of an adaptive spec chooses them; None: the policy does.
+        depth: draft levels of every round, which the caller of an adaptive spec may fix; None: the policy chooses.
 
     Returns:
         The state after the last round.
@@ -116,8 +116,8 @@ def run_rounds(
         state, rounds_left = carry
         # Extend the drafter over the backlog of plain rounds first, until a round of the chosen depth fits.
         carry = drafter.drain_backlog(decoder, weights, state, chosen_depth(state)), rounds_left
-        # The loop for the chosen depth runs at least one round. The others run only if the policy has moved to their
-        # depth by then; otherwise each costs one test of its condition.
+        # The loop for the chosen depth runs at least one round. The other loops run only if the policy has moved to
+        # their depth by then; otherwise each costs one test of its condition.
         for num_steps in range(spec.num_steps + 1) if depth is None else (depth,):
             carry = jax.lax.while_loop(
                 functools.partial(should_keep_depth, num_steps=num_steps),
@@ -147,7 +147,7 @@ def decode(
     Args:
         state: B requests with empty caches (`start_rows`); donated.
         max_rounds: `[]` int32, maximum number of rounds; None: no limit.
-        is_started: continue with a state that an earlier call returned.
+        is_started: True if `state` comes from an earlier call, so prefill is already done.
 
     Returns:
         The state with every row done, or after `max_rounds`.

@@ -31,11 +31,11 @@ def prefill(
     Args:
         state: rows whose committed text is the prompt.
         start: `[B]` int32 first position to process; the caches hold the positions before it. None: 0 for every row.
-        end: `[B]` int32 position before which a row's chunks end; None: at the end of the prompt. A row that ends
-            earlier gets no token, and a later call continues where this one ends.
-        max_chunks: maximum number of chunks, with the same effect; None: no limit.
-        first_token: `[B]` int32 the first new token if it is already known, as after a preemption, else -1. None: -1
-            for all rows.
+        end: `[B]` int32 position before which a row's chunks end; None: the end of the prompt. A row that stops before
+            the end of its prompt gets no token, and a later call continues where this one stops.
+        max_chunks: maximum number of chunks; rows that it stops early are treated in the same way. None: no limit.
+        first_token: `[B]` int32 the first new token if it is already known (after a preemption), else -1. None: -1 for
+            all rows.
         allowed: `[B, ceil(V/32)]` int32 tokens that the first new token may be, as in `adjust_logits`; None: all.
 
     Returns:
@@ -56,8 +56,8 @@ def prefill(
     def process_chunk(carry):
         index, trunk, draft_state, last_hidden = carry
         # 1. Take each row's next tokens. Rows of different lengths share the passes: a row that is complete processes
-        #    garbage in the slots after its text, where later passes overwrite it. After `end` they do so too.
-        #    Without `start` the position is one number for all rows, so XLA computes masks and angles only once.
+        # garbage in the slots after its text, where later passes overwrite it; so does a row that has reached its
+        # `end`. Without `start` the position is one number for all rows, so XLA computes masks and angles only once.
         if start is None:
             chunk_start = jnp.full_like(length, index * chunk_width)
         else:
@@ -102,13 +102,13 @@ def _choose_first(
     """Chooses each row's first new token from the trunk's output at the last prompt token.
 
     Returns:
-        The tokens `[B, 1]`; the unmodified logits `[B, 1, V]`, None if the arg-max is enough; and `[B]` bool, True
-        where a logit is NaN, None unless `spec.check_nan`.
+        The tokens `[B, 1]`; the unmodified logits `[B, 1, V]`, or None if the arg-max is enough; and `[B]` bool, True
+        where a logit is NaN, or None unless `spec.check_nan` is set.
     """
     spec, sampling, length = decoder.spec, state.settings.sampling, state.length
     apply = bind(decoder.model, weights.params)
     # The draw is keyed by the token's position, as in plain decoding, so the same seed gives the same token there.
-    # Where the arg-max is enough, no logits are stored, as in verification.
+    # If the arg-max is enough, no logits are stored, as in verification.
     if spec.is_greedy and not sampling.changes_logits and not spec.logprobs:
         assert allowed is None
         values, tokens, _ = apply(last_hidden, k=1, method="top_tokens")

@@ -1,4 +1,4 @@
-"""The reference of the compiled loop: plain decoding in Python, one token per trunk pass."""
+"""A plain Python reference for the compiled loop: decodes one token per trunk pass."""
 
 import functools
 
@@ -45,8 +45,8 @@ def plain_generate(
     logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
     if sampling is None:
         sampling = SamplingArrays.greedy(1)
-    # 2. The inputs that the choice of a token needs besides logits: single stop tokens, which `min_new` bans, and the
-    #    tokens of the prompt, to which the repetition penalty applies.
+    # 2. Besides logits, choosing a token needs the single stop tokens, which `min_new` bans, and the prompt's tokens,
+    # to which the repetition penalty applies.
     new_tokens: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
     single_stops = jnp.array([[stop[0] for stop in stops if len(stop) == 1] + [-1]], jnp.int32)
@@ -78,7 +78,7 @@ def _choose_token(
     *,
     model: MTPModel,
 ) -> jax.Array:
-    """Returns the token for `position`, the one after `num_new` new tokens, as in the compiled loop."""
+    """Returns the token for `position`, which follows `num_new` new tokens, as in the compiled loop."""
     adjusted = apply_penalties_and_bias(
         logits[None, None],
         sampling,

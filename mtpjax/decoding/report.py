@@ -1,4 +1,4 @@
-"""The report of a session's call: the changes of its rows, as one array for the host."""
+"""The report of a session's call: the changes to its rows, as one array for the host."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class RowReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The changes of a call, per row of its batch: R = P * b rows, up to n new tokens, K draft levels."""
+    """The changes that a call made to each row of its batch: R = P * b rows, up to n new tokens, K draft levels."""
 
     tokens: Any  # [R, n] int32, valid up to num_new
     origins: Any  # [R, n] int32
@@ -38,7 +38,7 @@ class Report(NamedTuple):
     num_final: Any  # [R] int32 positions at the start whose entries will not change
 
     def rows(self) -> Iterator[RowReport]:
-        """Yields the rows of a report on the host. Reading arrays element by element would take longer."""
+        """Yields the rows of a report on the host. Reading arrays element by element would be slower."""
         counts = np.concatenate([self.rounds[:, None], self.proposed, self.accepted], axis=1)
         flags = (self.done, self.stopped, self.failed)
         columns = (self.tokens, self.origins, self.num_new, *flags, counts, self.num_final)
@@ -51,7 +51,7 @@ class PackedReport(flax.struct.PyTreeNode):
     """A `Report` as one array, because every array that the host reads costs a separate copy.
 
     Attributes:
-        values: `[R, C]` int32: the fields side by side, log-probabilities bit by bit.
+        values: `[R, C]` int32: all fields concatenated along the columns, with log-probabilities reinterpreted bitwise.
         widths: columns of each field.
     """
 
@@ -66,7 +66,7 @@ class PackedReport(flax.struct.PyTreeNode):
         return cls(jnp.concatenate(columns, axis=1), tuple(column.shape[1] for column in columns))
 
     def read(self) -> Report:
-        """Waits for the call; returns arrays of the host."""
+        """Waits for the call and returns host arrays."""
         # One copy from the device; the rest are views.
         fields = Report(*np.split(jax.device_get(self.values), np.cumsum(self.widths)[:-1], axis=1))
         flat = {name: getattr(fields, name)[:, 0] for name in ("num_new", "rounds", "num_final")}

@@ -16,10 +16,10 @@ from mtpjax.distributed import gather_processes
 class DecodeStats:
     """Acceptance counts per row, and the rates over all rows.
 
-    A step is one verification pass. It proposes each level of its depth once, whatever number of nodes a tree has
-    there. Prefill emits one token, and each step emits the accepted drafts and one bonus token. Drafts that a stop
-    sequence or limit cut off count as accepted, and `discarded` counts all tokens cut off. So
-    `emitted + discarded == 1 + rounds + accepted`, with `accepted` summed over the levels.
+    A step is one verification pass. It proposes each level of its depth once, however many nodes a tree has at that
+    level. Prefill emits one token, and each step emits the accepted drafts and one bonus token. Drafts that a stop
+    sequence or limit cut off count as accepted, and `discarded` counts all tokens cut off. So `emitted + discarded == 1
+    + rounds + accepted`, with `accepted` summed over the levels.
 
     Attributes:
         rounds: `[B]` verification passes.
@@ -39,7 +39,7 @@ class DecodeStats:
     def accept_length(self) -> float:
         """Mean tokens per round over all rows, including the bonus token and tokens that were cut off.
 
-        1.0 without drafts, nan without rounds. The micro average, as in vLLM's mean acceptance length.
+        1.0 without drafts, nan without rounds. A micro average, like vLLM's mean acceptance length.
         """
         rounds = self.rounds.sum()
         return float(1 + self.accepted.sum() / rounds) if rounds else float("nan")
@@ -48,13 +48,13 @@ class DecodeStats:
     def survival_rates(self) -> np.ndarray:
         """Unconditional acceptance rates `[K]`: accepted drafts per level over the rounds that proposed the level.
 
-        At a fixed depth, the accept length is one plus their sum. vLLM reports these per position.
+        At a fixed depth, the accept length is 1 plus the sum of these rates. vLLM reports them per position.
         """
         return self.accepted.sum(axis=0) / np.maximum(self.proposed.sum(axis=0), 1)
 
     @property
     def conditional_rates(self) -> np.ndarray:
-        """Conditional acceptance rates `[K]`: the share of drafts accepted among those whose predecessor was accepted.
+        """Conditional acceptance rates `[K]`: the fraction accepted among drafts whose predecessor was accepted.
 
         Defined for a fixed depth, where every round proposes all levels.
         """
@@ -68,7 +68,7 @@ class DecodeStats:
         Raises:
             AssertionError: if the counts contradict each other.
         """
-        # Every emitted or discarded token is the prefill's, a step's bonus token or an accepted draft.
+        # Every emitted or discarded token comes from prefill, is a step's bonus token or is an accepted draft.
         gained = 1 + self.rounds + self.accepted.sum(axis=1)
         assert (self.emitted + self.discarded == gained).all(), (self.emitted, self.discarded, gained)
         # A draft is accepted only in a step that proposed its level, and only if the levels before it were accepted.
@@ -117,9 +117,9 @@ class GenerationResult:
 
 @library_settings()
 def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact: bool = True) -> GenerationResult:
-    """Copies the new tokens so far and the counts of rows `slots` to the host; None: of all rows.
+    """Copies the new tokens and the counts of rows `slots` (None: all rows) to the host.
 
-    `is_exact` is the result's: False for a lossy acceptance rule.
+    `is_exact` is False for a lossy acceptance rule.
     """
     # 1. Copy all fields in one transfer. The caches stay on the device.
     names = ("tokens", "origin", "length", "done", "stopped", "rounds", "proposed", "accepted", "discarded", "logprobs")

@@ -1,8 +1,8 @@
 """Random numbers per row, as a pure function of (row seed, position, node, purpose).
 
 A row's noise does not depend on other rows, the batch size or a restart. Draws that belong to a round are keyed by the
-position at which the round started. Keying them by their own position would reuse noise on which an earlier round has
-already conditioned, and block verification would be biased. Draws that depend only on the target (plain decoding and
+position at which the round started. Keying them by the token's position would reuse noise that an earlier round has
+already conditioned on, which would bias block verification. Draws that depend only on the target (plain decoding and
 the rule `sample`) are keyed by the token's position, so both produce the same text from the same seed.
 """
 
@@ -29,7 +29,7 @@ def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Arr
     # The third key word and its constant are part of the Threefish key schedule.
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = counter[0] + words[0], counter[1] + words[1]
-    # Five groups of four rounds. A round adds, rotates and xors; two key words are added after each group.
+    # Five groups of four rounds. A round adds, rotates and XORs; two key words are added after each group.
     for group in range(5):
         for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             x = x + y
@@ -73,7 +73,7 @@ def gumbel(
         position: `[B, T]` position that keys the draw; see the module's docstring.
         purpose: `DRAFT`, `ACCEPT`, `BONUS` or `TARGET`.
         size: vocabulary size V.
-        first: the first token id, for a device that draws the noise of a shard of the vocabulary.
+        first: the first token id, for a device that draws the noise for a shard of the vocabulary.
 
     Returns:
         `[B, T, V]` float32.

@@ -1,10 +1,11 @@
 """Sampling: converts logits to a request's distribution, and draws from it.
 
 Drafting, verification and plain decoding share these functions. Ratio rules are exact only if q is the distribution
-that drafts were actually drawn from, and text equals plain decoding only if p is transformed in the same way.
+that drafts were actually drawn from, and the text equals that of plain decoding only if p is transformed in the same
+way.
 
 On a mesh each device has the columns of its shard of the vocabulary; `vocabulary` combines the shards
-(`mtpjax.models.vocabulary`). There V is the size of the shard, except in `SamplingArrays` and `TokenHistory`.
+(`mtpjax.models.vocabulary`). V is then the size of the shard, except in `SamplingArrays` and `TokenHistory`.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
-DIGIT = 3  # bits of a threshold that the shards of a vocabulary find per step; a divisor of 30
+DIGIT = 3  # bits of a threshold that vocabulary shards determine per step; a divisor of 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class SamplingArrays(flax.struct.PyTreeNode):
 
     @property
     def has_penalties(self) -> bool:
-        """True if a penalty is compiled in, so that the logits depend on the tokens before."""
+        """True if a penalty is compiled in, so that the logits depend on earlier tokens."""
         return self.features.repetition or self.features.frequency or self.features.presence
 
     @property
@@ -128,9 +129,9 @@ def apply_penalties_and_bias(
     Args:
         logits: `[B, T, V]`.
         history: the rows' token counts.
-        path: drafted tokens up to each node, that node included; None: none.
+        path: drafted tokens up to and including each node; None: no drafted tokens.
         num_new: `[B, T]` int32 new tokens up to each node.
-        stop_ids: `[B, N]` int32 single stop tokens of each row, -1 in unused places.
+        stop_ids: `[B, N]` int32 single stop tokens of each row, padded with -1.
         num_tokens: ids below this are real tokens.
 
     Returns:
@@ -191,8 +192,8 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
         NaN, is one-hot at some token. So every rule stays exact when a draft head computes NaN.
     """
     features = sampling.features
-    # 1. Softmax. Greedy rows, and rows in which every token is banned or one is NaN, become one-hot at the end; until
-    #    then they get harmless values, so that no NaN appears.
+    # 1. Softmax. Greedy rows, and rows with a NaN or with every token banned, become one-hot at the end; until then
+    # they get harmless values, so that no NaN appears.
     temperature = sampling.temperature[:, None, None]
     is_greedy = (temperature == 0) | ~(vocabulary.max(logits, keepdims=True) > -jnp.inf)
     temperature = jnp.where(temperature == 0, 1, temperature)
@@ -220,7 +221,8 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
 def apply_temperature(logits: jax.Array, temperature: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Computes `(l - max l) / temperature` without overflow; zeros where every logit is -inf.
 
-    It has the softmax of `l / temperature`. The temperature is above 0 and broadcasts against the logits `[..., V]`.
+    The result has the same softmax as `l / temperature`. The temperature is above 0 and broadcasts against the logits
+    `[..., V]`.
     """
     # Subtract the maximum first: l / temperature overflows at small temperatures.
     largest = vocabulary.max(logits, keepdims=True)
@@ -238,8 +240,8 @@ def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabu
 
     Returns 0 where all weights together sum to less.
     """
-    # Non-negative floats order like their bits, so a bisection over the 31 bits finds the threshold without a sort of
-    # the vocabulary. Invariant: the weights at or above `low` are enough, those above `high` are not.
+    # Non-negative floats sort like their bits, so a bisection over the 31 bits finds the threshold without sorting the
+    # vocabulary. Invariant: the weights at or above `low` are enough, those above `high` are not.
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     if vocabulary != WHOLE:
         return _threshold_of_parts(bits, weights, min_sum, vocabulary)
@@ -256,12 +258,13 @@ def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabu
 
 
 def _threshold_of_parts(bits: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """Finds the threshold of `_threshold` digit by digit: a bisection would wait for the other devices 31 times."""
-    # The search covers the bits below those of 2.0. Each step tests all digits at once, with one sum over the devices.
+    """Does the work of `_threshold` digit by digit, because a bisection would wait for the other devices 31 times."""
+    # The search covers bit patterns below that of 2.0. Each step tests all digits at once, with one sum over the
+    # devices.
     digits = jnp.arange(1, 2**DIGIT, dtype=jnp.int32)[None, None]
 
     def append_digit(step, low):
-        # The largest digit at which the weights are enough is the number of digits at which they are.
+        # The largest digit at which the weights suffice equals the number of nonzero digits at which they suffice.
         shift = 30 - DIGIT * (step + 1)
         is_kept = bits[:, :, None] >= (low[:, :, None] + (digits << shift))[..., None]  # [B, T, digits, V]
         sums = vocabulary.sum(jnp.where(is_kept, weights[:, :, None], 0))
@@ -272,6 +275,6 @@ def _threshold_of_parts(bits: jax.Array, weights: jax.Array, min_sum: jax.Array,
 
 
 def draw(probabilities: jax.Array, gumbel: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Draws tokens `[B, T]` int32 from weights `[B, T, V]`, with Gumbel noise of that shape; never one of weight 0."""
+    """Draws tokens `[B, T]` int32 from weights `[B, T, V]` with Gumbel noise of that shape; never draws weight 0."""
     # The Gumbel-max trick: the arg-max of log p plus Gumbel noise is a draw from p.
     return vocabulary.argmax(jnp.log(probabilities) + gumbel)

@@ -33,13 +33,13 @@ def make_sampling_arrays(
     Args:
         key: a `jax.random` key that seeds rows without a seed.
         stops: single stop tokens, banned until a row has `min_new_tokens`.
-        features: options to compile in; None: those that any row uses.
+        features: options to compile in; None: the options that at least one row uses.
 
     Returns:
-        `SamplingArrays` of host arrays.
+        `SamplingArrays` with host arrays.
 
     Raises:
-        ValueError: a value is out of range, or a row uses an option that is not in `features`. The message names the
+        ValueError: a value is out of range, or a row uses an option that is not in `features`. The message contains the
             field and the value.
     """
     V = config.vocab_size
@@ -55,8 +55,8 @@ def make_sampling_arrays(
     # 2. logit_bias, allowed_tokens and banned_tokens become one bias per token.
     bias = _bias(sampling, batch, config, stops, arrays["min_new"])
     used["bias"] = bias is not None
-    # 3. Features: a new call compiles in only the options in use. A running state has its features already, so a
-    #    request that uses any other option is an error.
+    # 3. Features: a new call compiles in only the options in use. A running state has fixed features, so a request that
+    # uses any other option is rejected.
     if features is None:
         features = SamplingFeatures(**used)
     missing = [name for name, is_used in used.items() if is_used and not getattr(features, name)]
@@ -75,8 +75,7 @@ def _per_row_numbers(sampling: SamplingParams, name: str, batch: int) -> np.ndar
         values = np.asarray(getattr(sampling, name), np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a number or one per row, got {getattr(sampling, name)!r}") from error
-    if values.ndim > 1 or (values.ndim and len(values) != batch):
-        raise ValueError(f"{name} has shape {values.shape}, but there are {batch} rows")
+    require(values.shape in ((), (batch,)), f"{name} has shape {values.shape}, but there are {batch} rows")
     return np.full(batch, np.minimum(values, 2**31 - 1), np.int32 if OPTIONS[name].is_integer else np.float32)
 
 
@@ -110,15 +109,12 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
             raise ValueError(f"{name} holds token id {wrong}, outside 0..{V - 1}")
         return values.astype(int)
 
-    def is_mapping(value) -> bool:
-        return isinstance(value, Mapping)
-
     def is_ids(value) -> bool:
         is_list = np.iterable(value) and not isinstance(value, str)
         return is_list and all(isinstance(token, (int, np.integer)) for token in value)
 
     # 1. Add the biases, then ban everything outside allowed_tokens, then ban banned_tokens.
-    tests = {"logit_bias": is_mapping, "allowed_tokens": is_ids, "banned_tokens": is_ids}
+    tests = {"logit_bias": lambda value: isinstance(value, Mapping), "allowed_tokens": is_ids, "banned_tokens": is_ids}
     columns = [_per_row_values(name, getattr(sampling, name), batch, test) for name, test in tests.items()]
     for row, biases, allowed, banned in zip(bias, *columns, strict=True):
         values = np.asarray(list((biases or {}).values()), np.float32)
@@ -142,7 +138,7 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
     for number, (row, min_new_tokens) in enumerate(zip(is_allowed, min_new, strict=True)):
         if min_new_tokens and not row.any():
             raise ValueError(
-                f"row {number} can emit only stop tokens, which min_new_tokens {min_new_tokens} bans at first"
+                f"row {number} can emit only stop tokens, which min_new_tokens={min_new_tokens} bans at the start"
             )
     return bias
 
@@ -151,11 +147,9 @@ def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_ne
     """Returns row seeds `[B, 2]` uint32, high word first."""
     # Without explicit seeds the key seeds the rows. Greedy rows need neither.
     if sampling.seed is None:
-        if key is None and is_needed:
-            raise ValueError("a temperature above 0 needs SamplingParams.seed or a key")
+        require(key is not None or not is_needed, "a temperature above 0 needs SamplingParams.seed or a key")
         return np.zeros((batch, 2), np.uint32) if key is None else seeds_from_key(key, batch)
-    given = sampling.seed if np.iterable(sampling.seed) else [sampling.seed] * batch
-    seeds = list(given)
+    seeds = list(sampling.seed) if np.iterable(sampling.seed) else [sampling.seed] * batch
     require(len(seeds) == batch, f"seed has {len(seeds)} values, but there are {batch} rows")
     check_seed(seeds)
     return np.array([divmod(int(seed), 2**32) for seed in seeds], np.uint32)

@@ -1,4 +1,4 @@
-"""The types and ranges of sampling parameters. Imports neither JAX nor NumPy, so that `mtpjax --help` starts quickly.
+"""Types and ranges of sampling parameters. Imports neither JAX nor NumPy, so that `mtpjax --help` starts quickly.
 
 `SamplingParams` checks its fields when it is made. A call checks them again, because lists and arrays can change.
 """
@@ -21,8 +21,8 @@ class Option(NamedTuple):
         minimum: smallest value.
         maximum: largest value; infinity itself is not allowed.
         neutral: the value that turns the option off.
-        is_positive: 0 is not allowed.
-        is_integer: only whole numbers are allowed.
+        is_positive: whether 0 is not allowed.
+        is_integer: whether only integers are allowed.
     """
 
     feature: str
@@ -33,7 +33,7 @@ class Option(NamedTuple):
     is_integer: bool = False
 
 
-# By the names in `SamplingParams`.
+# Keyed by the names in `SamplingParams`.
 OPTIONS = {
     "temperature": Option("temperature"),
     "top_k": Option("top_k", is_integer=True),
@@ -48,7 +48,7 @@ MAX_SEED = 2**64 - 1
 
 
 def check_sampling(values: Mapping[str, Any]) -> None:
-    """Checks the fields of `SamplingParams` without the model or the number of rows.
+    """Checks the fields of `SamplingParams` as far as possible without the model and the number of rows.
 
     Args:
         values: the fields by name.
@@ -69,7 +69,7 @@ def check_numbers(name: str, value: Any) -> None:
 
     Args:
         name: the field.
-        value: a number, a sequence or an array. Values that JAX traces are not known yet and pass.
+        value: a number, a sequence or an array. Values that JAX traces are unknown and pass unchecked.
 
     Raises:
         ValueError: an element is not a number, or out of range.
@@ -82,10 +82,8 @@ def check_numbers(name: str, value: Any) -> None:
         require(_is_number(number), f"{name} must be a number or one per row, got {value!r}")
         if not (minimum <= number <= maximum and abs(number) <= sys.float_info.max):
             raise ValueError(f"{name} {value} must be within {minimum}..{maximum}")
-        if is_integer and number != int(number):
-            raise ValueError(f"{name} must be an integer, got {value}")
-        if is_positive and not number:
-            raise ValueError(f"{name} must be above 0, got {value}")
+        require(not is_integer or number == int(number), f"{name} must be an integer, got {value}")
+        require(not is_positive or number > 0, f"{name} must be above 0, got {value}")
 
 
 def check_seed(value: Any) -> None:
@@ -133,7 +131,7 @@ def _check_tokens(name: str, value: Any) -> None:
             require(token >= 0, f"{name} holds token id {token}, which is negative")
 
 
-_TRACED = object()  # in place of a value that JAX traces
+_TRACED = object()  # replaces a value that JAX traces
 
 
 def _plain(value: Any) -> Any:
@@ -141,7 +139,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         try:
             return value.tolist()
-        # JAX raises a TypeError where a value is traced, as inside `jax.jit`.
+        # JAX raises a TypeError for traced values, for example inside `jax.jit`.
         except TypeError:
             return _TRACED
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):

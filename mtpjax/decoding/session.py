@@ -1,18 +1,18 @@
-"""Continuous decoding: requests enter and leave the slots of a running state, whose caches are in pages.
+"""Continuous decoding: requests enter and leave the slots of a running state with paged caches.
 
 Each function is a compiled call that takes some rows of a state, works on them, and writes them back. `admit` puts
 requests into slots, `prefill_chunk` processes a chunk of their prompts, and `advance` runs rounds. Rows with a grammar
 take a round in two calls, `draft_round` and `verify_round`: between them the host reads the drafted tokens and computes
-which tokens may follow each. The host keeps the page tables and passes those of the rows at each call. It may dispatch
-a call before it has read the previous report. Calls are compiled for a few numbers of rows and of pages; padding rows
+which tokens may follow each. The host keeps the page tables and passes the rows' tables to each call. It may dispatch a
+call before it has read the previous report. Calls are compiled for a few row counts and page counts; padding rows
 neither read nor write.
 
-All calls have the arguments `params` and `draft_params`, of the model and of the drafter, and the `state`, which is
-donated. They return the new state and their result. With a decoder for plain rows (`Decoder.for_plain_rows`) they leave
-out the sampling options and log-probabilities of the rows.
+All calls take `params` (the model's), `draft_params` (the drafter's) and `state`, which is donated. They return the new
+state and their result. With a decoder for plain rows (`Decoder.for_plain_rows`) they omit the rows' sampling options
+and log-probabilities.
 
-On a mesh a call has b rows of each shard of `data`: the arrays of a batch are `[P, b, ...]`, and slots and pages count
-from 0 in each shard.
+On a mesh whose `data` axis has P devices, a call takes b rows from each of these shards: batch arrays are `[P, b,
+...]`, and slots and pages are numbered from 0 within each shard.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.parallel import first_row, over_rows
 from mtpjax.models.vocabulary import Vocabulary
 
-# Padding rows start after every text, so they have no chunk.
+# Padding rows start after the end of any text, so they have no chunk.
 NO_START = 2**30
 # Fields of a state that no call after `admit` changes.
 UNCHANGED = ("settings", "storage", "drafting_disabled")
@@ -49,8 +49,8 @@ UNCHANGED = ("settings", "storage", "drafting_disabled")
 class Batch(flax.struct.PyTreeNode):
     """The rows of a call."""
 
-    slots: Any  # [P, b] int32; the number of slots of a shard: padding
-    table: Any  # [P, b, N] int32 pages of each row; NO_PAGE where it has none
+    slots: Any  # [P, b] int32; padding rows have the number of slots per shard
+    table: Any  # [P, b, N] int32 pages of each row; NO_PAGE where no page is mapped
     num_shared: Any  # [P, b] int32 positions at the start that the row never writes
 
 
@@ -59,18 +59,18 @@ class PromptChunk(flax.struct.PyTreeNode):
 
     start: Any  # [P, b] int32 first position; `NO_START` for padding
     first_token: Any  # [P, b] int32 the first new token if it is known already, else -1
-    end: Any = None  # [P, b] int32 position before which the chunk ends; None: at its width, or with the prompt
+    end: Any = None  # [P, b] int32 position before which the chunk ends; None: its width or the prompt's end
     allowed: Any = None  # [P, b, ceil(V/32)] int32 tokens that the first new token may be, a bit per token; None: all
 
 
 class Session:
-    """A running state, and the parameters that its calls read. All calls come from one thread.
+    """A running state, and the parameters that its calls read. All calls must come from one thread.
 
     Args:
         params: model parameters, on their devices.
-        draft_params: the drafter's own parameters.
+        draft_params: the drafter's parameters.
         decoder: the decoder, with the size of the pool.
-        config: settings of every request.
+        config: settings that all requests share.
         mesh: mesh of the parameters; None: one device.
         shape: shape of the state.
 
@@ -96,14 +96,14 @@ class Session:
         return self.decoder.make_state(self.params, self.config, self.mesh, shape=self.shape)
 
     def reset(self) -> None:
-        """Makes a state whose slots are all free. The old one is freed first: memory may not have room for two."""
+        """Makes a state whose slots are all free. Frees the old state first, because memory may not hold two."""
         for leaf in jax.tree.leaves(self.state):
             if not leaf.is_deleted():
                 leaf.delete()
         self.state = self._new_state()
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Sets JAX's settings for calls with these parameters, as `device_settings`."""
+        """Sets JAX's settings for calls with these parameters; see `device_settings`."""
         return device_settings(self.params, self.mesh, self.config)
 
     def call(self, program: OneGraph, *arrays: Any, **static: Any) -> Any:
@@ -121,7 +121,7 @@ class Session:
 def admit(
     params: dict, draft_params: Any, state: DecodeState, rows: NewRows, slots: jax.Array, *, decoder: Decoder
 ) -> tuple[DecodeState, None]:
-    """Puts requests `[P, r, ...]` into slots `[P, r]`; `prefill_chunk` processes their prompts. Reports nothing."""
+    """Puts requests `[P, r, ...]` into slots `[P, r]`; `prefill_chunk` processes their prompts. Returns no report."""
 
     def admit_shard(_: dict, __: Any, state: DecodeState, rows: NewRows, slots: jax.Array) -> DecodeState:
         rows, slots = of_shard(state, (rows, slots))
@@ -172,15 +172,15 @@ def advance(
     Args:
         state: the state; donated.
         rounds: `[]` int32, rounds to run, unless all rows end earlier; at most `max_rounds`.
-        decoder: the decoder of the deepest round.
+        decoder: the decoder for the deepest round.
         depth: draft levels of each round.
-        max_rounds: rounds that the report has room for.
+        max_rounds: maximum number of rounds that the report can hold.
     """
 
     def advance_shard(params, draft_params, state, batch, rounds):
         weights, batch = decoder.prepare(params, draft_params), of_shard(state, batch)
         rows = take(state, batch, decoder)
-        # Chains change their depth, so their drafter may have a backlog of rounds without drafts.
+        # The depth of chains varies, so their drafter may have a backlog from rounds without drafts.
         if decoder.spec.is_adaptive:
             rows = run_rounds(decoder, weights, rows, rounds, depth=depth)
         else:
@@ -196,7 +196,7 @@ def advance(
 def draft_round(
     params: dict, draft_params: Any, state: DecodeState, batch: Batch, *, decoder: Decoder, depth: int
 ) -> tuple[DecodeState, Draft]:
-    """Starts a round of some rows with `depth` levels: returns the draft `[R, ...]`, which `verify_round` takes."""
+    """Starts a round for some rows with `depth` levels: returns the draft `[R, ...]`, which `verify_round` takes."""
 
     def draft_shard(params, draft_params, state, batch):
         weights, batch = decoder.prepare(params, draft_params), of_shard(state, batch)
@@ -206,7 +206,7 @@ def draft_round(
             if decoder.spec.is_adaptive:
                 rows = decoder.drafter.drain_backlog(decoder, weights, rows, jnp.int32(depth))
             draft, rows = decoder.drafter.propose(_at_depth(decoder, depth), weights, rows)
-            # Between two calls q has all columns.
+            # Between calls, q has all columns.
             q, vocab_size = draft.probabilities, decoder.vocab_size
             if q is not None and q.shape[-1] != vocab_size:
                 draft = draft.replace(probabilities=Vocabulary.of(vocab_size).gather(q))
@@ -241,13 +241,13 @@ def verify_round(
         state: the state; donated.
         draft: from `draft_round`.
         allowed: `[R, W, ceil(V/32)]` int32 tokens that may follow each node, a bit per token.
-        decoder: the decoder of the deepest round.
+        decoder: the decoder for the deepest round.
         depth: draft levels of the round.
     """
 
     def verify_shard(params, draft_params, state, batch, draft, allowed):
         batch, draft, allowed = of_shard(state, (batch, draft, allowed))
-        weights = Weights(params, None)  # the drafter has done its part
+        weights = Weights(params, None)  # the drafter is no longer needed
 
         def finish(carry):
             return (finish_round(_at_depth(decoder, depth), weights, carry[0], draft, allowed),)
@@ -265,7 +265,7 @@ def verify_round(
 def clear_pages(
     params: dict, draft_params: Any, state: DecodeState, pages: jax.Array, *, decoder: Decoder
 ) -> tuple[DecodeState, None]:
-    """Zeroes pages `[P, n]` int32 that a failed row wrote: XLA's attention multiplies masked values, also NaN, by 0."""
+    """Zeroes pages `[P, n]` int32 of a failed row, because attention in XLA reads masked values and 0 * NaN is NaN."""
 
     def clear_shard(_: dict, __: Any, state: DecodeState, pages: jax.Array) -> DecodeState:
         pages = of_shard(state, pages)
@@ -276,7 +276,7 @@ def clear_pages(
 
 
 def _at_depth(decoder: Decoder, depth: int) -> Decoder:
-    """Returns the decoder of rounds of `depth` levels. A tree has one depth, or none for rows without drafts."""
+    """Returns the decoder for rounds with `depth` levels. Trees have one fixed depth, or 0 for rows without drafts."""
     if depth == decoder.spec.num_steps and not decoder.spec.is_adaptive:
         return decoder
     return decoder.at_depth(depth).replace(topk=1)
@@ -291,7 +291,7 @@ def _run_once(function: Callable[[Any], Any], carry: Any) -> Any:
 
 
 def of_shard(state: DecodeState, tree: Any) -> Any:
-    """Returns this device's shard of arrays `[P, ...]`; `state` is the device's shard of the state."""
+    """Returns this device's shard of arrays `[P, ...]`; `state` is already the device's shard."""
     own = len(state.length)
     part = first_row(own) // own
     return jax.tree.map(lambda leaf: leaf[part], tree)
@@ -317,7 +317,7 @@ def take(state: DecodeState, batch: Batch, decoder: Decoder) -> DecodeState:
 
 
 def put(state: DecodeState, rows: DecodeState, batch: Batch, decoder: Decoder) -> DecodeState:
-    """Writes the batch's rows back, except fields that a call does not change or that plain rows lack."""
+    """Writes the batch's rows back, except fields that calls do not change or plain rows lack."""
     unchanged = UNCHANGED if decoder.spec.logprobs else (*UNCHANGED, "history", "logprobs")
     without = dict.fromkeys(unchanged)
     written = scatter_rows(state.replace(**without), rows.replace(**without), batch.slots)
@@ -337,7 +337,7 @@ def _lengths(state: DecodeState, batch: Batch) -> jax.Array:
 
 
 def _report(decoder: Decoder, state: DecodeState, batch: Batch, before: jax.Array, max_new: int) -> PackedReport:
-    """Reports the change of each row since it had `before [R]` tokens."""
+    """Reports how each row changed since it had `before [R]` tokens."""
     slots = _slots(state, batch)
     take = lambda leaf: jnp.take(leaf, slots, axis=0)
     column = jnp.minimum(before[:, None] + jnp.arange(max_new)[None, :], state.tokens.shape[1] - 1)
@@ -359,5 +359,5 @@ def _report(decoder: Decoder, state: DecodeState, batch: Batch, before: jax.Arra
 
 
 def in_every_process(tree: Any) -> Any:
-    """Gives every process whole arrays, since process 0 reads them. A single process can read all shards anyway."""
+    """Replicates arrays to every process, because process 0 reads them. A single process can read all shards anyway."""
     return tree if jax.process_count() == 1 else jax.lax.with_sharding_constraint(tree, PartitionSpec())

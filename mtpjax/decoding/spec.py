@@ -14,15 +14,16 @@ class DecodeSpec:
         num_steps: draft levels per round, K; 0 is plain decoding.
         topk: candidates per tree node; 1 drafts a chain.
         num_nodes: nodes verified per round, W, including the pending token.
-        rule: the acceptance rule; a name becomes its record.
-        is_adaptive: the depth policy chooses 0..num_steps levels for every round.
-        window: (newest positions, attention sinks) that the MTP modules attend to; None: all positions.
+        rule: the acceptance rule; a name is replaced by its `AcceptanceRule`.
+        is_adaptive: whether the depth policy chooses 0..num_steps levels for every round.
+        window: (number of newest positions, number of attention sinks) that the MTP modules attend to; None: all
+            positions.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded.
         prefill_chunk: tokens per row in one prefill pass.
-        logprobs: record the log-probability of every new token.
-        kv_cache_dtype: NumPy's name of the dtype of the caches; None: that of the embedding.
-        pool: number of pages, and positions per page, of a state whose caches are in pages; None: contiguous caches.
-        check_nan: end a row as failed if a logit that its text depends on is NaN.
+        logprobs: whether to record the log-probability of every new token.
+        kv_cache_dtype: NumPy's name for the caches' dtype; None: the embedding's dtype.
+        pool: (number of pages, positions per page) of a state with paged caches; None: contiguous caches.
+        check_nan: whether to end a row as failed if a logit that its text depends on is NaN.
     """
 
     num_steps: int
@@ -39,18 +40,18 @@ class DecodeSpec:
     check_nan: bool = False
 
     def __post_init__(self):
-        # Names become records, so that equal specs compare equal.
+        # Replace names by rules, so that equal specs compare equal.
         object.__setattr__(self, "rule", find_rule(self.rule))
 
     def at_depth(self, num_steps: int) -> "DecodeSpec":
-        """Returns the spec of a chain round with `num_steps` draft levels, for one inner loop of an adaptive call."""
+        """Returns the spec for chain rounds with `num_steps` draft levels, for one inner loop of an adaptive call."""
         # Without drafts there is no q to compare with, so a ratio rule becomes plain sampling.
         rule = self.rule if num_steps or self.is_greedy else RULES["sample"]
         return dataclasses.replace(self, num_steps=num_steps, num_nodes=num_steps + 1, rule=rule)
 
     @property
     def verify_width(self) -> int:
-        """Tokens per row of a verify pass: the nodes, and the padding to the narrowest pass that runs fast."""
+        """Tokens per row in a verify pass: the nodes, padded to the narrowest pass that runs fast."""
         return max(self.num_nodes, self.min_rows)
 
     @property

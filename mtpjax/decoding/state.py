@@ -27,23 +27,23 @@ class RowSettings(flax.struct.PyTreeNode):
 class DecodeState(flax.struct.PyTreeNode):
     """A batch of B rows being decoded. L is the number of cache slots, K the number of draft levels.
 
-    Every leaf except those of `policy` and `drafting_disabled`, and pools of pages, has B as its first axis.
+    Every leaf has B as its first axis, except `drafting_disabled`, the leaves of `policy`, and pools of pages.
     """
 
     settings: RowSettings
     tokens: jax.Array  # [B, L] int32: committed tokens, then drafts and garbage
     origin: jax.Array  # [B, L] int8: draft level that proposed the token; 0: a bonus token or the prompt
-    logprobs: jax.Array  # [B, L] float32 of new tokens; [B, 0] if `spec.logprobs` is off
+    logprobs: jax.Array  # [B, L] float32 for new tokens; [B, 0] if `spec.logprobs` is off
     length: jax.Array  # [B] int32 committed tokens; the last one is pending: the trunk has not processed it yet
     done: jax.Array  # [B] bool, the row has ended, or the slot is free
     stopped: jax.Array  # [B] bool, the row ended with a stop sequence
     failed: jax.Array  # [B] bool, the row ended because a logit was NaN (`spec.check_nan`)
     history: TokenHistory
     trunk: Cache  # the trunk's KV cache; holds the first length - 1 tokens
-    drafter: Any  # the drafter's own state
+    drafter: Any  # the drafter's state
     storage: Storage  # where the caches keep each row's entries
     policy: DepthPolicy | None  # chooses the depth of an adaptive call; None: fixed depth
-    drafting_disabled: jax.Array  # [] bool: no depth is faster at these costs, so rounds do not extend the drafter
+    drafting_disabled: jax.Array  # [] bool: drafting pays off at no depth, so rounds do not extend the drafter
     rounds: jax.Array  # [B] int32 verification passes
     proposed: jax.Array  # [B, K] int32 rounds that drafted at least this many levels
     accepted: jax.Array  # [B, K] int32 accepted drafts per level, including those cut off at a stop or limit
@@ -56,7 +56,7 @@ class NewRows(flax.struct.PyTreeNode):
     tokens: jax.Array  # [R, L] int32 prompts, right-padded
     length: jax.Array  # [R] int32 prompt lengths
     settings: RowSettings
-    first_token: jax.Array | None = None  # [R] int32 new token after `tokens` that is known already; -1: none
+    first_token: jax.Array | None = None  # [R] int32 new token after `tokens` if already known, else -1
 
     @classmethod
     def without_stops(
@@ -72,7 +72,7 @@ class NewRows(flax.struct.PyTreeNode):
         """
         R = tokens.shape[0]
         settings = RowSettings(
-            prompt_length=jnp.copy(length),  # its own buffer, since states are donated
+            prompt_length=jnp.copy(length),  # a separate buffer, since states are donated
             limit=limit,
             stops=jnp.full((R, 8, 1), -1, jnp.int32),
             rule_params=jnp.zeros((R, 2)),
@@ -91,7 +91,7 @@ class StateShape(NamedTuple):
 
     @classmethod
     def of(cls, rows: NewRows) -> "StateShape":
-        """Returns the shape of a state of exactly these requests."""
+        """Returns the shape of a state for exactly these requests."""
         settings = rows.settings
         batch, capacity = rows.tokens.shape
         return cls(batch, capacity, settings.stops.shape[1:], settings.sampling.features)
@@ -101,7 +101,7 @@ class Draft(flax.struct.PyTreeNode):
     """The W nodes per row that one round verifies. Node 0 is the pending token.
 
     In a chain, node n is the child of node n-1, and `parents`, `depths` and `ancestor_mask` are None. Text stays exact
-    only if no row's `num_drafted` depends on the token drawn at its end or on later ones. On a mesh
+    only if no row's `num_drafted` depends on the last token that it counts or on later tokens. On a mesh
     `probabilities` may have the columns of this device's shard of the vocabulary, or all of them.
     """
 
@@ -110,7 +110,7 @@ class Draft(flax.struct.PyTreeNode):
     parents: jax.Array | None = None  # [B, W] int32, parents before children, -1 for the root
     depths: jax.Array | None = None  # [B, W] int32
     ancestor_mask: jax.Array | None = None  # [B, W, W] bool, (n, m): m is n or an ancestor of n
-    num_drafted: jax.Array | None = None  # [B] int32 drafts of each chain, the rest is padding; None: all
+    num_drafted: jax.Array | None = None  # [B] int32 drafts in each chain, the rest is padding; None: all
 
 
 class VerifyOutput(flax.struct.PyTreeNode):
@@ -140,8 +140,8 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         vocab_size: V.
 
     Returns:
-        The state before prefill: prompts as the committed text, and all other fields as in an unused state,
-        except entries after the text, which attention masks.
+        The state before prefill: prompts as the committed text, and all other fields as in a new state, except for old
+        cache entries, which attention masks.
     """
     history = state.history
     if rows.settings.sampling.has_penalties:
@@ -161,7 +161,7 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
 
 
 def gather_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Copies the rows `slots [R]` of a state of fixed depth; an index outside the state copies the nearest row."""
+    """Copies the rows `slots [R]` of a fixed-depth state; an out-of-range index copies the nearest row."""
 
     def take(node: Any) -> Any:
         return take_rows(node, slots) if _is_cache(node) else jnp.take(node, slots, axis=0, mode="clip")
@@ -172,7 +172,7 @@ def gather_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
 
 
 def scatter_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
-    """Writes R rows into `slots [R]` of a state, the inverse of `gather_rows`; drops rows with an index outside it."""
+    """Writes R rows into `slots [R]` of a state, the inverse of `gather_rows`; drops rows with out-of-range indices."""
     shared = {"drafting_disabled": None}
 
     def put(node: Any, new: Any) -> Any:
@@ -203,14 +203,14 @@ def view_pass(
         config: sizes and rotary embedding of the layers that run.
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.
-        num_used: `[B]`, or a number for all rows: the first tokens of the pass, whose outputs are read. The others, and
-            those of rows that are done, are not routed to experts.
+        num_used: `[B]`, or a number for all rows: how many leading tokens of the pass have outputs that are read. Other
+            tokens, and the tokens of rows that are done, are not routed to experts.
         num_valid: as in `cached_view`.
         tree: as in `cached_view`.
         window: as in `cached_view`.
 
     Returns:
-        The view for the trunk's layers; MTP modules store their entries at shifted places of a page.
+        The view for the trunk's layers; MTP modules store their entries at shifted positions within a page.
     """
     storage = state.storage.running(state.done)
     is_used = ~state.done[:, None] & (jnp.arange(width)[None, :] < jnp.reshape(num_used, (-1, 1)))

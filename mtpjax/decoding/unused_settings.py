@@ -14,10 +14,10 @@ def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     """Finds the settings that differ from their defaults and have no effect.
 
     Returns:
-        The requirement under which each of them would have an effect, by name.
+        The requirement that each of these settings needs to have an effect, by name.
     """
-    # Plain decoding ignores all settings of drafts. Callers derive it from any configuration, so only a number of draft
-    # tokens contradicts it.
+    # Plain decoding ignores all draft settings. Callers derive its config from any other config, so only
+    # `num_draft_tokens` is reported.
     if not config.num_steps:
         return {} if config.num_draft_tokens is None else {"num_draft_tokens": "num_steps above 0"}
     needs = {

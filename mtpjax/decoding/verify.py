@@ -72,7 +72,7 @@ def accept(
     """Applies the acceptance rule and draws the bonus token.
 
     Args:
-        decoder: the decoder of the round, whose spec has the rule.
+        decoder: the decoder of the round, whose spec contains the rule.
         draft: the nodes, and the distributions q that they were drawn from.
         verified: the outputs of the trunk's pass over the nodes.
         allowed: tokens that may follow each node, as in `adjust_logits`; needs logits. An exact rule accepts no draft
@@ -87,7 +87,7 @@ def accept(
         assert allowed is None
         return _accept_matches(draft, verified.target_tokens, spec.num_steps)
     assert verified.logits is not None
-    # On a mesh V is the size of this device's shard of the vocabulary.
+    # On a mesh, V is the size of this device's shard of the vocabulary.
     B, W, V = verified.logits.shape
     K, sampling, vocabulary = spec.num_steps, state.settings.sampling, Vocabulary.of(decoder.vocab_size)
     # 1. Adjust the logits after each node as plain decoding would adjust them after the same text. Penalties must count
@@ -99,13 +99,13 @@ def accept(
         mask = draft.ancestor_mask
         if mask is None:
             mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
-        # The path leaves out node 0: the pending token is committed, so the history already counts it.
+        # The path excludes node 0: the pending token is committed, so the history already counts it.
         path_tokens = PathTokens(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
     adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, decoder.model, allowed)
     round_start = state.length[:, None]
 
-    # 2. Rules that choose the target's own token after each node and accept the drafts that equal it: arg-max for
-    #    "greedy", a sample from p for "sample". The text consists of the target's tokens, so any tree is exact.
+    # 2. Rules that choose the target's token after each node and accept the drafts that equal it: arg-max for "greedy",
+    # a sample from p for "sample". The text consists of the target's tokens, so any tree is exact.
     if spec.is_greedy:
         return _accept_matches(draft, vocabulary.argmax(adjusted), K)
     probabilities = distribution(adjusted, sampling, vocabulary)
@@ -117,7 +117,7 @@ def accept(
     nodes = jnp.arange(1, W + 1 if draft.parents is not None else W)
     uniforms = rng.uniform(sampling.seed, jnp.broadcast_to(round_start, (B, len(nodes))), rng.ACCEPT, nodes)
     q = draft.probabilities
-    if q is not None and q.shape[-1] != V:  # a user's drafter may return the columns of the whole vocabulary
+    if q is not None and q.shape[-1] != V:  # a user-defined drafter may return the columns of the whole vocabulary
         q = vocabulary.own(q)
     path, num_accepted, weights = _apply_rule(draft, probabilities, q, uniforms, state, spec, vocabulary)
     if path is None:
@@ -137,7 +137,7 @@ def accept(
 
 def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> Acceptance:
     """Accepts the drafts that equal the target's token after their parent; `target_tokens [B, W]` is per node."""
-    # Chain: accept the longest prefix of matches. The target's tokens themselves are the drafts up to there and
+    # Chain: accept the longest prefix of matches. Up to there the target's tokens are the drafts, and the next one is
     # the bonus token.
     if draft.parents is None:
         num_accepted = match_chain(draft.tokens[:, 1:], target_tokens)
@@ -176,10 +176,10 @@ def _apply_rule(
         static["vocabulary"] = vocabulary
 
     def apply_to_row(nodes, p, q, u, ends, params):
-        # Parameters are per-row arrays, so rows may differ in them and a new value compiles nothing.
+        # Parameters are per-row arrays, so they may differ between rows, and a new value does not recompile.
         parameters = {name: params[column] for column, name in enumerate(rule.parameters)}
         rows = (p, q) if rule.needs_q else (p,)
-        if not rule.reads_shard:  # the devices gather the columns of the whole vocabulary
+        if not rule.reads_shard:  # gather the columns of the whole vocabulary
             rows = tuple(map(vocabulary.gather, rows))
         found = function(*nodes, *rows, u, *ends, **static, **parameters)
         path, num_accepted, weights = (None, *found) if rule.drafts == "chain" else found

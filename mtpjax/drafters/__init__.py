@@ -1,4 +1,4 @@
-"""Draft methods: a folder for each, their shared code, and the classes for a user-defined method."""
+"""Draft methods: one folder per method, shared code, and the base classes for user-defined methods."""
 
 from mtpjax.decoding.decoder import Drafter
 from mtpjax.decoding.limits import DraftLimits

@@ -1,4 +1,4 @@
-"""Architectures of drafters with their own network: what all of them declare, and new layers of the trunk's width."""
+"""Architectures of drafters with their own network: the common interface, and new layers of the trunk's width."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class TrunkSizes(NamedTuple):
 
     vocab_size: int
     hidden_size: int
-    num_hidden_layers: int  # 0: the drafter is for any number
+    num_hidden_layers: int  # 0: any number
 
 
 class DraftArchitecture(Protocol):
@@ -37,24 +37,24 @@ class DraftArchitecture(Protocol):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Tokens that can be drafted, R."""
+        """Number of tokens that can be drafted, R."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayersConfig:
-    """Base of the architectures of drafters with their own layers.
+    """Base class for architectures of drafters with their own layers.
 
-    Letters: D width of the drafter, n trunk states, V vocabulary, R draft vocabulary.
+    Shape letters: D is the drafter's width, n the number of trunk states, V the vocabulary, R the draft vocabulary.
 
     Args:
-        block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
-        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs; see
+        block: config of the drafter's layers: `num_hidden_layers` is their number, and `vocab_size` is V.
+        layer_ids: the n trunk layers whose input states are read, in the order in which the projection takes them; see
             `DraftArchitecture.layer_ids`.
         num_target_layers: layers of the trunk.
         draft_vocab_size: tokens that can be drafted, R; 0: V.
-        own_embedding: whether the drafter has an embedding; otherwise it uses the trunk's.
-        own_head: whether the drafter has a head `[D, R]`; otherwise it uses the trunk's.
+        own_embedding: whether the drafter has its own embedding; otherwise it uses the trunk's.
+        own_head: whether the drafter has its own head `[D, R]`; otherwise it uses the trunk's.
     """
 
     block: ModelConfig
@@ -77,7 +77,7 @@ class LayersConfig:
         require(1 <= size <= V, f"draft_vocab_size {size} is not within 1..{V}")
         require(
             self.own_head or size == V,
-            f"draft_vocab_size {size} is below the vocabulary of {V}: the trunk's head has the columns of all tokens",
+            f"draft_vocab_size {size} is below the vocabulary of {V}: the trunk's head has columns for all tokens",
         )
 
     @property
@@ -92,12 +92,12 @@ class LayersConfig:
 
     @property
     def features_size(self) -> int:
-        """Width of the n trunk states side by side."""
+        """Width of the n concatenated trunk states."""
         return len(self.layer_ids) * self.trunk.hidden_size
 
 
 def init_layers(network: Callable[[Any], nn.Module], config: LayersConfig, key: jax.Array) -> dict[str, Any]:
-    """Makes the parameters of a network, which is called with trunk states, embedded tokens and a view."""
+    """Initialises a network that is called with trunk states, embedded tokens and a view."""
     # Only the shapes of the inputs matter here.
     view = full_view(config.block, jnp.ones((1, 2), jnp.int32))
     features, embedded = jnp.zeros((1, 2, config.features_size)), jnp.zeros((1, 2, config.block.hidden_size))

@@ -1,4 +1,4 @@
-"""Drafters whose modules read the trunk's states and keep KV caches: extend, propose, and their backlog."""
+"""Drafters whose modules read the trunk's states and keep KV caches: extend, propose, and the backlog."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -31,19 +31,19 @@ from mtpjax.models.view import TreeSlots, read_rows, write_rows
 
 
 class ModuleSizes(NamedTuple):
-    """The modules of a drafter, which are alike."""
+    """Number and sizes of a drafter's modules, which all have the same sizes."""
 
     num_modules: int  # a call runs at most one per draft level, M
     config: ModelConfig  # sizes of the layers
-    kinds: tuple[LayerKind, ...]  # of the layers of one module
+    kinds: tuple[LayerKind, ...]  # kinds of one module's layers
     state_size: int  # width of the trunk states that `select_states` picks
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedDrafter(BufferedDrafter):
-    """Base of drafters with M modules and a KV cache each. A subclass defines the modules.
+    """Base class for drafters with M modules, each with a KV cache. A subclass defines the modules.
 
-    Slot i of module k (0-based) depends on the token of position i+k+1.
+    Slot i of module k (0-based) depends on the token at position i+k+1.
     """
 
     def network(self, decoder: Decoder, weights: Weights) -> DraftNetwork:
@@ -61,8 +61,8 @@ class CachedDrafter(BufferedDrafter):
     def num_extend_positions(self, model: MTPModel, num_steps: int) -> int:
         """Returns how many positions each module processes per round: K + M, at least 1.
 
-        These are the K+1 verified positions and the M-1 before them, whose entries in some module came from drafted
-        tokens.
+        These are the K+1 verified positions and the M-1 positions before them, whose entries were computed from drafted
+        tokens in some module.
         """
         return max(num_steps + min(self.sizes(model).num_modules, num_steps), 1)
 
@@ -76,7 +76,7 @@ class CachedDrafter(BufferedDrafter):
         if spec.num_steps < 2:
             return max(num_extended, spec.min_rows)
         shape = spec.tree_shape
-        # Levels from 2 on run a module over drafted tokens, each level in its own slots.
+        # From level 2 on, a module runs over drafted tokens, and each level uses its own slots.
         num_drafted = sum(map(len, shape.inner_levels()[1:])) if shape else spec.topk * (spec.num_steps - 1)
         return max(num_extended, num_drafted + spec.min_rows)
 
@@ -113,8 +113,8 @@ class CachedDrafter(BufferedDrafter):
         caches = tuple(
             commit(cache, jnp.maximum(num_known_tokens - 1 - index, 0)) for index, cache in enumerate(caches)
         )
-        # Keep the hidden states of the newest M positions. They may be spread over two chunks, so positions outside
-        # this chunk keep their value in the buffer.
+        # Keep the hidden states of the newest M positions. They may span two chunks, so positions outside this chunk
+        # keep their value in the buffer.
         hidden_start = jnp.maximum(state.length - len(caches), 0)
         offset = hidden_start[:, None] + jnp.arange(drafter_state.hidden.shape[1])[None, :] - start[:, None]
         chunk_hidden = jnp.take_along_axis(states, jnp.clip(offset, 0, chunk - 1)[:, :, None], axis=1)
@@ -139,7 +139,7 @@ class CachedDrafter(BufferedDrafter):
     def drain_backlog(self, decoder: Decoder, weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
         """Extends the modules over the backlog; see `Drafter.drain_backlog`.
 
-        Wide passes process most of a long backlog, and passes of a round's width the rest.
+        Wide passes process most of a long backlog, and passes as wide as a round process the rest.
         """
         network, num_modules = self.network(decoder, weights), len(state.drafter.caches)
         for num_positions, min_backlog in (
@@ -181,7 +181,7 @@ def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> 
             if level > K:
                 continue  # a shallow round of an adaptive call only extends the deeper modules
         else:
-            # 2. Past the last module: run it again on its own output and the token that it just drafted.
+            # 2. After the last module: run it again on its own output and the token that it just drafted.
             slot = state.length - 2 + level - num_modules
             view = view_pass(state, network.config, slot, spec.min_rows, num_used=1, window=spec.window)
             assert newest is not None
@@ -193,7 +193,7 @@ def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> 
             path = PathTokens(read_rows(tokens, state.length, K), is_before)
         assert output is not None
         scores = network.scores(state, output, index, path, level)
-        # 4. Choose it: sampled from q where the acceptance rule compares p with q, else the arg-max.
+        # 4. Choose the token: a sample from q if the acceptance rule compares p with q, else the arg-max.
         draft, q = scores.draft_token()
         probabilities += [] if q is None else [q]
         tokens = write_rows(tokens, draft, state.length + level - 1)
@@ -203,7 +203,7 @@ def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> 
 
 
 def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
-    """Drafts a tree. One pass of the module serves all nodes of a level that have children.
+    """Drafts a tree. One pass of the module covers all nodes of a level that have children.
 
     Returns:
         The draft, the module's cache in a list, and the unchanged tokens `[B, L]`.
@@ -213,7 +213,8 @@ def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> t
     B = len(state.tokens)
     base = state.length - 1  # the module's slots from here on hold drafted nodes
     slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
-    # State of the current level: its ancestor mask, and each node's token and index of its parent in the level before.
+    # State of the current level: its ancestor mask, each node's token, and the index of its parent in the previous
+    # level.
     mask = path = tokens = parent = None
 
     # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
@@ -235,7 +236,7 @@ def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> t
             view = view_pass(
                 state, network.config, base + num_slots, width, num_used=num_nodes, tree=tree, window=spec.window
             )
-            # Each node continues from the module's output at its parent.
+            # Each node reads the module's output at its parent.
             chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
             output, chained = run_over_drafts(network, caches, 0, chained, tokens, view)
             num_slots += num_nodes

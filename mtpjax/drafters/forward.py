@@ -1,4 +1,4 @@
-"""The teacher-forced pass of a trunk and a drafter with its own network: the plain twin of drafting."""
+"""The teacher-forced pass of a trunk and a drafter with its own network: the reference for drafting."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from mtpjax.models.params import DRAFT_IDS, DRAFTER
 class DraftOutput(DepthsOutput):
     """Output of `forward_drafter`. With `anchors`, the levels' arrays are `[B, A, ...]`."""
 
-    confidence: jax.Array | None = None  # [K, B, T or A] float32 logits of the chance of acceptance
+    confidence: jax.Array | None = None  # [K, B, T or A] float32 logits of the acceptance probability
 
 
 def forward_drafter(
@@ -30,8 +30,8 @@ def forward_drafter(
 
     Args:
         params: parameters of the trunk and the drafter.
-        states: `[B, T, (n + 1) * D]` from `trunk_states` with the layers that the drafter's architecture reads.
-        tokens: `[B, T]` int32, the tokens of those states.
+        states: `[B, T, (n + 1) * D]` from `trunk_states`, for the layers that the drafter's architecture reads.
+        tokens: `[B, T]` int32 tokens at these positions.
         segment_ids: `[B, T]` int32 documents; 0 is padding.
         model: the trunk.
         drafter: the drafter.
@@ -40,7 +40,7 @@ def forward_drafter(
             level k of the anchor at column a predicts token a+k. None: the anchor of row i is token i+1.
 
     Returns:
-        Logits of the trunk and of each level, over the R tokens that can be drafted, in the order of the draft ids. The
+        Logits of the trunk and each level, over the R tokens that can be drafted, in the order of the draft ids. The
         softmax of the trunk's logits is its distribution restricted to these tokens. As in an MTP pass, row i of level
         k predicts token i+k+1.
     """
@@ -66,7 +66,7 @@ def forward_with_drafter(
     """Runs trunk and drafter teacher-forced over whole rows; arguments as in `forward_drafter`.
 
     Returns:
-        Logits `[B, T, V]` over the whole vocabulary: the levels' are -inf for tokens that cannot be drafted.
+        Logits `[B, T, V]` over the whole vocabulary. The levels' logits are -inf for tokens that cannot be drafted.
     """
     V, layer_ids = model.config.vocab_size, read_layers(drafter)
     states = trunk_states(params, tokens, segment_ids, model=model, layer_ids=layer_ids)
@@ -80,12 +80,12 @@ def forward_with_drafter(
 
 
 def read_layers(drafter: TrainedDrafter | None) -> tuple[int, ...]:
-    """Returns the trunk layers whose input states a drafter reads; () for MTP modules (None)."""
+    """Returns the trunk layers whose input states a drafter reads; () for MTP modules (`drafter` is None)."""
     return () if drafter is None else drafter.architecture.layer_ids
 
 
 def draft_heads(params: dict, *, model: MTPModel, drafter: TrainedDrafter, num_depths: int) -> tuple[jax.Array, ...]:
-    """Returns the heads `[D, R]` of the trunk, restricted to the draft ids, and those of `TrainedDrafter.heads`."""
+    """Returns the trunk's head `[D, R]`, restricted to the draft ids, followed by `TrainedDrafter.heads`."""
     head, ids = bind(model, params)(method="head_matrix"), params.get(DRAFT_IDS)
     trunk = head if ids is None else head.T[ids].T
     return (trunk, *drafter.heads(params[DRAFTER], head, num_depths)) if num_depths else (trunk,)
@@ -101,8 +101,8 @@ def draft_columns(params: dict, vocab_size: int) -> jax.Array | None:
 def mask_undraftable(params: dict, tokens: jax.Array, loss_mask: jax.Array, vocab_size: int) -> jax.Array:
     """Removes tokens that cannot be drafted from a loss mask `[B, T]`.
 
-    EAGLE-3 and SpecForge drop positions whose arg-max of the trunk cannot be drafted. In text that the trunk generated
-    greedily, these are the same positions.
+    EAGLE-3 and SpecForge instead drop positions where the trunk's arg-max token cannot be drafted. In text that the
+    trunk generated greedily, these are the same positions.
     """
     column = draft_columns(params, vocab_size)
     return loss_mask if column is None else loss_mask & (column[tokens] >= 0)

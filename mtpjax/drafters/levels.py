@@ -1,4 +1,4 @@
-"""Drafts a chain whose scores need no further pass of a network, as from Medusa's heads or the slots of a block."""
+"""Drafts a chain whose scores need no further network pass, such as from Medusa heads or the slots of a block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.view import read_rows
 
-# (level, the token before it [B, 1], drafted tokens for penalties, the carry of the level before) -> scores, carry.
+# (level, previous token [B, 1], drafted tokens for penalties, previous level's carry) -> scores, carry.
 ScoreLevel = Callable[[int, jax.Array, PathTokens | None, Any], tuple[DraftScores, Any]]
 
 
@@ -20,8 +20,8 @@ def draft_levels(decoder: Decoder, score: ScoreLevel, state: DecodeState, carry:
     """Drafts one token per level (`DraftScores.draft_token`).
 
     Args:
-        score: returns the scores of a level, 1 to K.
-        carry: the carry of the first level.
+        score: returns the scores of level 1 to K.
+        carry: initial carry, for the first level.
     """
     tokens, probabilities = [read_rows(state.tokens, state.length - 1, 1)], []
     for level in range(1, decoder.spec.num_steps + 1):

@@ -1,4 +1,4 @@
-"""The record that describes one draft method to the rest of the library."""
+"""`DraftMethod` describes one draft method to the rest of the library."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -17,11 +17,11 @@ from mtpjax.drafters.files.trunk_layers import STATES, LastLayerState
 from mtpjax.errors import UsageError
 from mtpjax.models.config import ModelConfig
 
-Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by plain name (`mtpjax.drafters.files.tensor_names`)
+Shapes = Mapping[str, tuple[int, ...]]  # tensor shapes by plain name (`mtpjax.drafters.files.tensor_names`)
 
 
 class Reading(TypedDict, total=False):
-    """Choices for what the files do not state: the arguments of `mtpjax.load_drafter` of these names."""
+    """Choices for what the files do not specify: the arguments of `mtpjax.load_drafter` with the same names."""
 
     aux_layers: Literal["entered", "output"] | None
     norm_before_residual: bool | None
@@ -29,7 +29,7 @@ class Reading(TypedDict, total=False):
     last_layer_state: LastLayerState | None
 
 
-# The choices of `Reading`.
+# The values that `Reading` allows.
 READINGS: dict[str, tuple[Any, ...]] = {
     "aux_layers": ("entered", "output"),
     "norm_before_residual": (True, False),
@@ -43,19 +43,19 @@ class DrafterFiles:
     """The files of a method's drafters: a `config.json`, and tensors in safetensors files.
 
     Attributes:
-        formats: names of the formats that can be written, the default one first.
-        format_with_ids: the format in which training saves a drafter with a draft vocabulary; None: the default one.
-        parse: returns the architecture and the name of the format, from the content of `config.json`, the shapes of the
-            tensors, the sizes of the trunk and the `Reading`.
-        specs: lists the parameters of an architecture with the tensors that hold them in a format, by plain name.
-        describe: makes the `config.json` of an architecture in a format; raises `ConfigError` if the format cannot
+        formats: names of the formats that can be written, the default format first.
+        format_with_ids: format in which training saves a drafter with a draft vocabulary; None: the default format.
+        parse: returns the architecture and the format's name, given the content of `config.json`, the tensor shapes,
+            the trunk's sizes and the `Reading`.
+        specs: lists an architecture's parameters with their tensors in a format, by plain name.
+        describe: makes the `config.json` for an architecture in a format; raises `ConfigError` if the format cannot
             express it.
         rename: returns a tensor's name in a new file, from its plain name and the format.
         ids: the tensors of a draft vocabulary.
-        is_of_speculators: whether the method's name is a value of `speculators_model_type`.
-        keys: keys of `config.json` that identify the method, with their values; None: any value.
-        tensors: plain names of tensors that no earlier method of `METHODS` has.
-        owners: attributes other than the method's name that may hold the drafter and so prefix its tensors' names.
+        is_of_speculators: whether the method's name can be a value of `speculators_model_type`.
+        keys: `config.json` keys that identify the method, with their values; None: any value.
+        tensors: plain tensor names that no earlier method in `METHODS` has.
+        owners: attributes, besides the method's name, that may hold the drafter and therefore prefix its tensor names.
     """
 
     formats: tuple[str, ...]
@@ -73,16 +73,16 @@ class DrafterFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftTraining:
-    """How a method's drafters are made and trained on a frozen trunk.
+    """How a method's drafters are created and trained on a frozen trunk.
 
     Attributes:
         architecture: makes the architecture of a new drafter from the run's `TrainConfig`, the trunk's config and the
             number of tokens that can be drafted; raises `ValueError` if they do not fit.
-        init: makes float32 parameters of an architecture from a `jax.random` key.
-        settings_of: returns the settings that give an architecture, without `draft_vocab_size`.
-        settings: the `draft_*` settings of `TrainConfig` that this method has in addition to those of every drafter.
-        fit_to_data: completes an architecture from the settings, the count of each token as a target `[V]`, and the
-            ids that end a text.
+        init: makes float32 parameters for an architecture from a `jax.random` key.
+        settings_of: returns the settings that produce an architecture, except `draft_vocab_size`.
+        settings: the `draft_*` settings of `TrainConfig` that this method supports in addition to the common ones.
+        fit_to_data: completes an architecture, given the settings, how often each token is a target `[V]`, and the ids
+            that end a text.
         min_levels: minimum number of levels to train.
     """
 
@@ -96,18 +96,18 @@ class DraftTraining:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftMethod:
-    """One way to draft. A new method is one folder with its drafter and record, and a row in `METHODS`.
+    """One draft method. A new method needs a folder with its drafter and its `DraftMethod`, and a row in `METHODS`.
 
-    Every command accepts a user-defined record as `package.module:RECORD`.
+    Every command accepts a user-defined `DraftMethod` as `package.module:RECORD`.
 
     Attributes:
         name: name in settings, such as "eagle3".
         title: name in messages and tables, such as "EAGLE-3".
-        drafter: the class that drafts. Its `limits` state what the method does not support.
-        algorithms: SGLang's values of `--speculative-algorithm`, the usual one first.
+        drafter: the drafter class. Its `limits` list what the method does not support.
+        algorithms: SGLang's values of `--speculative-algorithm`, the usual value first.
         from_settings: makes the drafter from the settings of a call; None: drafters are read from files.
         default_levels: draft levels without `--num-steps`; 0: all levels of the drafter.
-        is_of_model: whether the model's MTP modules draft, which are loaded, saved and trained with the model.
+        is_of_model: whether the drafter is the model's MTP modules, which are loaded, saved and trained with the model.
         files: the files of drafters; None: drafters have no separate files.
         training: how drafters are trained on a frozen trunk; None: not supported.
     """
@@ -123,7 +123,7 @@ class DraftMethod:
     training: DraftTraining | None = None
 
     def require_files(self) -> DrafterFiles:
-        """Returns its files; raises `UsageError` if it has none."""
+        """Returns `files`; raises `UsageError` if the method has no drafter files."""
         if self.files is None:
             raise UsageError(f"draft method {self.name} has no drafter files")
         return self.files
@@ -134,5 +134,5 @@ class DraftMethod:
         return self.drafter.limits
 
     def for_architecture(self, architecture: DraftArchitecture) -> Any:
-        """Returns the drafter of an architecture, a `mtpjax.drafters.trained.TrainedDrafter`."""
+        """Returns the drafter for an architecture, a `mtpjax.drafters.trained.TrainedDrafter`."""
         return self.drafter(architecture=architecture)  # pyright: ignore[reportCallIssue]

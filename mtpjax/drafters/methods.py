@@ -1,4 +1,4 @@
-"""All draft methods: finds them by name or drafter, and loads and saves their drafters."""
+"""All draft methods: find a method by name or drafter, and load and save drafters."""
 
 from typing import Any, Literal
 
@@ -28,10 +28,10 @@ DRAFTER_FOLDER = "drafter"  # in the run folder of `mtpjax train drafter=...`
 
 
 def find_method(name: DraftMethod | str) -> DraftMethod:
-    """Finds a method by name, or a user-defined one by `package.module:RECORD`; returns a record unchanged.
+    """Finds a method by name, or a user-defined one by `package.module:RECORD`; returns a `DraftMethod` unchanged.
 
     Raises:
-        UsageError: there is no such method, or the user's module or record cannot be imported.
+        UsageError: there is no such method, or the user's module or object cannot be imported.
     """
     if isinstance(name, DraftMethod):
         return name
@@ -72,21 +72,23 @@ def load_drafter(
 ) -> tuple[TrainedDrafter, DraftParams]:
     """Loads a published drafter for a trunk.
 
-    Reads EAGLE-3 and 3.1 drafters of SpecForge, SGLang, speculators and vLLM, Medusa heads of the authors and vLLM,
-    DFlash drafters of z-lab and speculators, and DSpark drafters of DeepSpec, SpecForge and speculators: safetensors
-    files, or a `.pt` file, which is never unpickled. Tensor names may have prefixes of training programs.
+    Reads EAGLE-3 and 3.1 drafters from SpecForge, SGLang, speculators and vLLM, Medusa heads from the authors and vLLM,
+    DFlash drafters from z-lab and speculators, and DSpark drafters from DeepSpec, SpecForge and speculators. Files are
+    safetensors or a `.pt` file, which is never unpickled. Tensor names may have prefixes from training programs.
 
     Args:
         path: the drafter's directory, the run folder that trained it, or a Hugging Face Hub repository (extra `hub`).
         model: the trunk that the drafter is for.
-        dtype: dtype to cast the parameters to. None keeps that of the files.
-        aux_layers: whether the layer list of an EAGLE-3 file means the states that enter these layers, or the outputs
-            of these layers. None: the former for speculators' files, and an error for SpecForge's.
-        norm_before_residual: this EAGLE-3 setting, for a speculators file without it.
-        sample_from_anchor: whether the first slot of a DFlash block drafts too, for a file that does not say. None:
-            True for DeepSpec's files, False for others.
-        last_layer_state: which output of the last trunk layer a drafter reads, for a file that does not say: before or
-            after the final norm. None: after it for z-lab's and DeepSpec's files, before it for others, with a warning.
+        dtype: dtype to cast the parameters to. None: as in the files.
+        aux_layers: what the layer list of an EAGLE-3 file means: the states that enter these layers ("entered") or
+            their outputs ("output"). None: "entered" for speculators' files, and an error for ambiguous SpecForge
+            files.
+        norm_before_residual: value of this EAGLE-3 setting, for a speculators file that does not specify it.
+        sample_from_anchor: whether the first slot of a DFlash block also drafts, for a file that does not specify it.
+            None: True for DeepSpec's files, False for others.
+        last_layer_state: which state a drafter of the last trunk layer reads, for a file that does not specify it:
+            before or after the final norm. None: after it for z-lab's and DeepSpec's files, before it for others, with
+            a warning.
         method: the drafter's method or its name, such as "eagle3", or "package.module:RECORD" of a user-defined method.
             None: detected from the files.
 
@@ -94,7 +96,7 @@ def load_drafter(
         `(drafter, draft_params)`, for `DecodeConfig(drafter=drafter)` and `speculative_generate(draft_params=...)`.
 
     Raises:
-        CheckpointError: the files are damaged or not supported, or they are ambiguous and no argument decides.
+        CheckpointError: the files are damaged or not supported, or they are ambiguous and no argument resolves it.
         ValueError: the drafter is for a trunk of different sizes.
 
     Example:
@@ -114,7 +116,7 @@ def load_drafter(
     """
     if not isinstance(model, MTPModel):
         raise UsageError(f"model must be an MTPModel, got {type(model).__name__}")
-    # 1. Read the files. A training run has its drafter in a separate folder.
+    # 1. Read the files. A training run saves its drafter in a subfolder.
     trunk = TrunkSizes(model.config.vocab_size, model.config.hidden_size, model.config.num_hidden_layers)
     reading: Any = {"aux_layers": aux_layers, "norm_before_residual": norm_before_residual}
     reading |= {"sample_from_anchor": sample_from_anchor, "last_layer_state": last_layer_state}
@@ -127,7 +129,7 @@ def load_drafter(
     if method is not None:
         methods[0].require_files()
     stored = read_drafter(found, trunk, methods=methods, dtype=dtype, **reading)
-    # 2. A drafter fits one vocabulary and width. The files do not say for which trunk of these sizes it was trained.
+    # 2. Check the vocabulary and width. The files do not say which trunk of these sizes the drafter was trained for.
     sizes = stored.config.trunk
     if sizes[:2] != trunk[:2]:
         raise UsageError(
@@ -153,18 +155,18 @@ def save_drafter(
         path: the folder to write; it must be new or empty.
         drafter: the drafter.
         draft_params: its parameters.
-        like: the directory that it was loaded from: its `config.json`, its other files, and the names, order and dtypes
-            of its tensors are kept. An unchanged drafter gives the same bytes.
+        like: directory that the drafter was loaded from. Its `config.json`, other files, and tensor names, order and
+            dtypes are kept, so an unchanged drafter gives the same bytes.
         format: without `like`: "specforge" or "speculators" for EAGLE-3, "medusa" or "vllm" for Medusa, "z-lab" or
-            "speculators" for DFlash, "deepspec" or "speculators" for DSpark. None takes "speculators" for EAGLE-3,
-            where layer ids are unambiguous, and the authors' format for the others.
+            "speculators" for DFlash, "deepspec" or "speculators" for DSpark. None: "speculators" for EAGLE-3, because
+            its layer ids are unambiguous, and the authors' format for other methods.
         method: the drafter's method, if it is user-defined.
 
     Returns:
         None.
 
     Raises:
-        CheckpointError: the format, or `like`, does not fit the architecture.
+        CheckpointError: the format or `like` does not match the architecture.
         FileExistsError: `path` exists and is not empty.
 
     Example:
@@ -180,6 +182,6 @@ def save_drafter(
         raise UsageError(f"format {format!r} and like exclude each other: the files of like decide the format")
     found = method_of(drafter) if method is None else find_method(method)
     if found is None:
-        raise UsageError(f"the draft method of {type(drafter).__name__} is unknown: pass its record as method")
+        raise UsageError(f"the draft method of {type(drafter).__name__} is unknown: pass its DraftMethod as method")
     stored = StoredDrafter(found, drafter.architecture, draft_params.network, draft_params.draft_ids)
     write_drafter(path, stored, like=None if like is None else find_checkpoint(like, is_model=False), form=format)

@@ -1,7 +1,7 @@
 """The modules of a draft network: their interface, their state, and draft extend, the pass over committed text.
 
-Module k (0-based) reads, at slot i, the trunk's hidden state of position i (or the previous module's output) and the
-token of position i+k+1. Its cache matches a teacher-forced prefill up to the last slot whose inputs are all committed.
+At slot i, module k (0-based) reads the trunk's hidden state at position i (or the previous module's output) and the
+token at position i+k+1. Its cache matches a teacher-forced prefill up to the last slot whose inputs are all committed.
 Later entries come from drafted tokens; the next round overwrites them when it extends the module over the positions
 that verification accepted. Prefill, every round and the backlog of an adaptive call use the same `extend_module`.
 """
@@ -22,14 +22,14 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.view import Entries, View, read_rows, write_rows
 
-# Rounds of depth 0 in an adaptive call do not run the modules: they store up to this many hidden states per row.
+# Rounds of depth 0 in an adaptive call do not run the modules. They store at most this number of hidden states per row.
 HIDDEN_BUFFER = 32
 # A long backlog is processed in passes of this width.
 EXTEND_CHUNK = HIDDEN_BUFFER // 2
 
 
 class ModulesState(flax.struct.PyTreeNode):
-    """State of a drafter with M modules: M caches, and the trunk states that some module still has to process."""
+    """State of a drafter with M modules: M caches, and the trunk states that not all modules have processed yet."""
 
     caches: tuple[Cache, ...]  # one per module; length: slots that match a teacher-forced prefill
     hidden: jax.Array  # [B, E, D] trunk states that the modules read, from position hidden_start on
@@ -45,7 +45,7 @@ class DraftNetwork(Protocol):
         ...
 
     def input_hidden(self, states: jax.Array) -> jax.Array:
-        """Converts the trunk states that the drafter keeps to the input of a module, `[B, T, D]`."""
+        """Converts the trunk states that the drafter keeps to a module's input, `[B, T, D]`."""
         ...
 
     def run(
@@ -55,12 +55,13 @@ class DraftNetwork(Protocol):
 
         Args:
             hidden: `[B, T, D]` from `input_hidden`, or a module's output.
-            tokens: `[B, T]` int32, the token that follows each hidden state's position (one later per module).
+            tokens: `[B, T]` int32; module k reads the token k + 1 positions after each hidden state.
             view: cache slots, positions and masks.
             layers: the module's cache, one entry per layer.
 
         Returns:
-            The output for the head and the output to draft on, both `[B, T, D]`, and the cache with the new entries.
+            The output for the head and the output for the next level, both `[B, T, D]`, and the cache with the new
+            entries.
         """
         ...
 
@@ -78,7 +79,7 @@ def num_pending(state: DecodeState) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class BufferedDrafter(Drafter):
-    """Base of drafters whose state is a `ModulesState`: caches, and trunk states that are not in them yet."""
+    """Base class for drafters whose state is a `ModulesState`: caches, and trunk states that are not in them yet."""
 
     def num_extended(self, draft_state: ModulesState) -> jax.Array:
         """Returns `[B]` slots that match a prefill in every module; the last module has the fewest."""
@@ -87,8 +88,8 @@ class BufferedDrafter(Drafter):
     def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> ModulesState:
         """Keeps the hidden states that the modules process next; see `Drafter.commit`.
 
-        After a round with drafts these are the new ones and the M-1 before them, whose slots hold entries of drafted
-        tokens. After a round of depth 0 the new one is appended to the backlog.
+        After a round with drafts these are the new states and the M-1 states before them, whose slots hold entries from
+        drafted tokens. After a round of depth 0 the new state is appended to the backlog.
         """
         drafter_state = state.drafter
         E, num_modules = drafter_state.hidden.shape[1], len(drafter_state.caches)
@@ -101,7 +102,7 @@ class BufferedDrafter(Drafter):
         if not decoder.spec.num_steps:
             slot = jnp.minimum(new_start - drafter_state.hidden_start, E - 1)
             return drafter_state.replace(hidden=write_rows(drafter_state.hidden, states, slot))
-        # 3. Several modules: keep the M-1 states before the new ones too.
+        # 3. Several modules: also keep the M-1 states before the new ones.
         start = jnp.maximum(state.length - num_modules, 0)
         position = start[:, None] + jnp.arange(E)[None, :]
         # Row by row: a position before the pending token comes from the old buffer, any other from this round.
@@ -137,7 +138,7 @@ def extend_module(
     """Runs one module over committed positions (draft extend), and overwrites what drafting wrote to its cache.
 
     Args:
-        hidden: `[B, T, D]` the hidden states that come from the trunk (`DraftNetwork.input_hidden`).
+        hidden: `[B, T, D]` the trunk's hidden states (from `DraftNetwork.input_hidden`).
         chained_hidden: `[B, T, D]` the previous module's output; None for the first module.
         tokens: `[B, L]` the text.
         start: `[B]` position of `hidden[:, 0]`.
@@ -146,7 +147,7 @@ def extend_module(
     Returns:
         The output for the head and the output for the next module, both `[B, T, D]`.
     """
-    # A chained module reads the output of the module before it; others read the trunk (`mtp_chaining`).
+    # A chained module reads the previous module's output; others read the trunk (`mtp_chaining`).
     source = hidden if network.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
     # Slot i reads the token of position i + index + 1. After the committed text these are drafts, or garbage.
     shifted = read_rows(tokens, start + index + 1, hidden.shape[1])
@@ -157,7 +158,7 @@ def extend_module(
 
 
 def of_drafter(view: View, shift: int = 0) -> View:
-    """Marks a view as one of the drafter's cache, whose entries are shifted within the pages."""
+    """Marks a view as belonging to a drafter's cache, whose entries are shifted within the pages."""
     return view.replace(storage=view.storage.of_drafter(shift))
 
 
@@ -174,7 +175,7 @@ def extend_modules(
     Args:
         states: `[B, T, D]` the trunk states that the drafter keeps.
         start: `[B]` position of `states[:, 0]`.
-        num_used: `[B]` number of states of committed positions; the rest is padding.
+        num_used: `[B]` number of states at committed positions; the rest is padding.
 
     Returns:
         The caches with the entries of these positions.
@@ -187,7 +188,7 @@ def extend_modules(
 
 
 def extend_backlog(decoder: Decoder, network: DraftNetwork, state: DecodeState, num_positions: int) -> DecodeState:
-    """Runs the modules over the oldest positions of the backlog and drops the final ones from the buffer."""
+    """Runs the modules over the oldest positions of the backlog and drops finished positions from the buffer."""
     drafter_state = state.drafter
     hidden, start = drafter_state.hidden[:, :num_positions], drafter_state.hidden_start
     caches = extend_modules(decoder, network, state, hidden, start, num_pending(state))
@@ -224,8 +225,8 @@ def extend_and_read(
         view: from `view_pending`.
 
     Returns:
-        The outputs of the newest committed slot, for the head and to draft on, `[B, 1, D]`; and all outputs for the
-        next module, `[B, K + M, D]`.
+        The outputs at the newest committed slot, for the head and for the next level, `[B, 1, D]` each; and all outputs
+        for the next module, `[B, K + M, D]`.
     """
     drafter_state, num_positions = state.drafter, view.mask.shape[1]
     hidden = network.input_hidden(drafter_state.hidden[:, :num_positions])
@@ -240,10 +241,10 @@ def extend_and_read(
 def run_over_drafts(
     network: DraftNetwork, caches: list[Cache], index: int, chained_hidden: jax.Array, tokens: jax.Array, view: View
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs module `index` over drafted tokens `[B, f]`, padded to the view's width of f tokens or more.
+    """Runs module `index` over drafted tokens `[B, f]`, padded to the width of the view (at least f).
 
     `chained_hidden [B, f, D]` are the module outputs that the tokens were drafted from. Replaces the module's cache in
-    the list; returns the outputs for the head and to draft on, both `[B, f, D]`.
+    the list; returns the outputs for the head and for the next level, both `[B, f, D]`.
     """
     f, width = tokens.shape[1], view.mask.shape[1]
     view = of_drafter(view, shift=index + 1)

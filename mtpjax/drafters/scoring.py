@@ -1,6 +1,6 @@
-"""Token scores of draft networks, from the trunk's head, a reduced one (FR-Spec, 2502.14856), or the drafter's.
+"""Token scores of draft networks, from the trunk's head, a reduced head (FR-Spec, 2502.14856) or the drafter's.
 
-Verification always uses the full vocabulary, so a reduced one changes the acceptance rate but not the text.
+Verification always uses the full vocabulary, so a reduced vocabulary changes the acceptance rate but not the text.
 """
 
 import dataclasses
@@ -23,16 +23,16 @@ from pallas_kernels.head_top_k import head_top_k
 class ReducedHead(flax.struct.PyTreeNode):
     """The head columns of a draft vocabulary of R tokens, and the token of each column."""
 
-    matrices: tuple[jax.Array, ...]  # [D, R] per module, or one that all modules share
+    matrices: tuple[jax.Array, ...]  # [D, R] per module, or one shared matrix
     ids: jax.Array  # [R] int32, token of each column
-    column: jax.Array  # [V] int32, column of each token, -1 where the token cannot be drafted
+    column: jax.Array  # [V] int32, column of each token, -1 for tokens that cannot be drafted
 
 
 class PreparedDrafter(flax.struct.PyTreeNode):
-    """The parameters that a round of a drafter with modules or its own network reads."""
+    """The parameters that a round reads, for a drafter with modules or its own network."""
 
-    network: dict[str, Any]  # of MTP modules: with those that they share with the trunk
-    head: ReducedHead | None  # None: the trunk's
+    network: dict[str, Any]  # for MTP modules, including what they share with the trunk
+    head: ReducedHead | None  # None: the trunk's head
 
 
 def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel) -> ReducedHead:
@@ -51,14 +51,14 @@ def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel) -> ReducedHead
 
 
 def own_head(params: dict, matrices: tuple[jax.Array, ...], ids: jax.Array | None, *, model: MTPModel) -> ReducedHead:
-    """Makes the head of a drafter with its own output matrix, in the dtype of the model.
+    """Makes the head of a drafter with its own output matrices, in the model's dtype.
 
     Args:
-        matrices: `[D, R]` one that all modules share, or one each.
+        matrices: `[D, R]` one shared by all modules, or one per module.
         ids: `[R]` int32 token of each column; None: column j is token j.
 
     Raises:
-        ValueError: the ids and the columns differ in number.
+        ValueError: the numbers of ids and columns differ.
     """
     num_columns = matrices[0].shape[1]
     ids = jnp.arange(num_columns, dtype=jnp.int32) if ids is None else ids
@@ -69,19 +69,19 @@ def own_head(params: dict, matrices: tuple[jax.Array, ...], ids: jax.Array | Non
 
 
 def _columns(ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Inverts `ids [R]`: the column of each token `[V]`, which scatters reduced logits back over the vocabulary."""
+    """Inverts `ids [R]` to each token's column `[V]`, used to scatter reduced logits over the vocabulary."""
     return jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftScores:
-    """Scores of the children of f draft nodes at one level, computed on demand: all logits, or only the best tokens.
+    """Scores of the children of f draft nodes at one level. Computes all logits or only the best tokens, on demand.
 
     Attributes:
         decoder: the decoder; `spec.min_rows` is the minimum number of rows of a pass through the head.
         params: model parameters, with the full head.
         state: the rows.
-        head: the reduced head; None uses the full head.
+        head: the reduced head; None: the full head.
         hidden: `[B, f, D]` a module's output, after its norm.
         index: the module.
         path: drafted tokens before each node's children, for penalties.
@@ -98,7 +98,7 @@ class DraftScores:
     level: int
 
     def head_logits(self) -> jax.Array:
-        """Runs the head: `[B, f, R]`, or `[B, f, V]` without a reduced one, float32."""
+        """Runs the head: `[B, f, R]`, or `[B, f, V]` without a reduced head, float32."""
         f = self.hidden.shape[1]
         hidden = pad_rows(self.hidden, max(f, self.decoder.spec.min_rows))
         if self.head is None:
@@ -107,7 +107,7 @@ class DraftScores:
 
     def logits(self) -> jax.Array:
         """Computes adjusted logits `[B, f, V]` float32; tokens outside a reduced vocabulary have -inf."""
-        # 1. Run the head. With a reduced one, tokens outside the draft vocabulary get -inf, so their q is 0.
+        # 1. Run the head. With a reduced head, tokens outside the draft vocabulary get -inf, so their q is 0.
         state, head, logits = self.state, self.head, self.head_logits()
         if head is not None:
             reduced_logits, column = logits, self.vocabulary.own(head.column)
@@ -120,7 +120,7 @@ class DraftScores:
         return adjust_logits(logits, state, self.path, num_new, self.decoder.model)
 
     def top_tokens(self, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Finds the k best tokens without storing all logits. Requires that nothing changes the logits.
+        """Finds the k best tokens without storing all logits. Valid only if penalties, bias and bans are off.
 
         Returns:
             Their logits and ids, `[B, f, k]`, and the log-sum-exp over the vocabulary, `[B, f]`.
@@ -149,7 +149,7 @@ class DraftScores:
         if self.decoder.spec.is_ratio_rule:
             logits, vocabulary = self.logits(), self.vocabulary
             q = distribution(logits, sampling, vocabulary)
-            # Drafts have their own noise: the draws of acceptance and of the bonus token must not depend on it.
+            # Drafts use separate noise, which the draws for acceptance and for the bonus token must not depend on.
             V, node = logits.shape[-1], jnp.array([self.level])
             noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
             return draw(q, noise, vocabulary), q
@@ -159,7 +159,7 @@ class DraftScores:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The split of the columns of `logits` over devices."""
+        """How the columns of `logits` are split over devices."""
         return Vocabulary.of(self.decoder.vocab_size)
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:

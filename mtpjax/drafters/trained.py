@@ -1,7 +1,7 @@
 """Drafters with their own network, which is read from files or trained on the frozen trunk.
 
-A tree of parameters of trunk and drafter has the network at `DRAFTER`. If the drafter cannot draft all tokens,
-`DRAFT_IDS` holds the token of each column of its head.
+A parameter tree for trunk and drafter has the network at `DRAFTER`. If the drafter cannot draft all tokens, `DRAFT_IDS`
+holds the token id of each head column.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ class DraftParams(flax.struct.PyTreeNode):
     """Parameters of a drafter with its own network."""
 
     network: dict[str, Any]
-    draft_ids: jax.Array | None = None  # [R] int32 token of each column of the head; None: column j is token j
+    draft_ids: jax.Array | None = None  # [R] int32 token id of each head column; None: column j is token j
 
     @classmethod
     def of(cls, params: dict) -> "DraftParams":
-        """Extracts them from a tree of trunk and drafter."""
+        """Extracts the drafter's parameters from a tree for trunk and drafter."""
         return cls(params[DRAFTER], params.get(DRAFT_IDS))
 
     def beside_trunk(self) -> dict[str, Any]:
-        """Returns them under their names in a tree of trunk and drafter."""
+        """Returns the parameters under their names in a tree for trunk and drafter."""
         return {DRAFTER: dict(self.network)} | ({} if self.draft_ids is None else {DRAFT_IDS: self.draft_ids})
 
 
@@ -44,11 +44,11 @@ class TextRows(flax.struct.PyTreeNode):
     hidden: jax.Array  # [B, T, D] the final states after the final norm
     tokens: jax.Array  # [B, T] int32
     segment_ids: jax.Array  # [B, T] int32 documents; 0 is padding
-    anchors: jax.Array | None = None  # [B, A] int32 columns of the anchors of blocks; None: after every row
+    anchors: jax.Array | None = None  # [B, A] int32 positions of the block anchors; None: every position
 
     @property
     def features(self) -> jax.Array:
-        """The states of the n layers side by side, `[B, T, n * D]`."""
+        """The concatenated states of the n layers, `[B, T, n * D]`."""
         return self.states[..., : -self.hidden.shape[-1]]
 
 
@@ -57,7 +57,7 @@ class DraftLevels(flax.struct.PyTreeNode):
 
     logits: tuple[jax.Array, ...]  # [B, T, R] float32 each; row i of level k predicts token i+k+1
     head_input: tuple[jax.Array, ...]  # [B, T, D] each: the inputs of the heads
-    confidence: jax.Array | None = None  # [K, B, T] float32 logits of the chance of acceptance
+    confidence: jax.Array | None = None  # [K, B, T] float32 logits of the acceptance probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TrainedDrafter(Drafter):
     Attributes:
         architecture: the network, and the trunk states that it reads: a `DraftArchitecture`.
         title: the method's name in messages.
-        draws_anchors: whether training runs the levels after random positions instead of after every position.
+        draws_anchors: whether training runs the levels after random positions instead of every position.
     """
 
     architecture: Any = dataclasses.field(kw_only=True)
@@ -80,18 +80,18 @@ class TrainedDrafter(Drafter):
     )
 
     def __post_init__(self):
-        # No layer reads the output of the last one: `select_states` takes it from the pass itself.
+        # The last layer's output is not a layer input; `select_states` takes it from the pass itself.
         own = self.architecture
         object.__setattr__(self, "layer_ids", inner_layers(own.layer_ids, own.trunk.num_hidden_layers))
 
     @property
     def max_levels(self) -> int | None:
-        """Number of draft levels of the network; None: any number."""
+        """Maximum number of draft levels; None: no limit."""
         return None
 
     @property
     def has_confidence(self) -> bool:
-        """True if the network predicts the acceptance of each draft, which training needs the overlap for."""
+        """True if the network predicts each draft's acceptance; training then also needs the overlap of p and q."""
         return False
 
     @property
@@ -101,12 +101,11 @@ class TrainedDrafter(Drafter):
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """Names of the output matrices in the network, one per level or one for all levels. Where the network has no
-        such matrix, the trunk's head is used."""
+        """Names of the output matrices: one per level, or one for all. The trunk's head replaces missing matrices."""
         return ("head",)
 
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
-        """Returns the heads `[D, R]` of the levels: one per level, or a single one that all levels share.
+        """Returns the heads `[D, R]` of the levels: one per level, or a single shared head.
 
         Args:
             network: the drafter's parameters.
@@ -130,7 +129,7 @@ class TrainedDrafter(Drafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs the levels that decoding drafts over true tokens: the plain twin of `propose`.
+        """Runs the levels that decoding drafts, teacher-forced: the reference for `propose`.
 
         Args:
             params: parameters of trunk and drafter.
@@ -183,7 +182,7 @@ def embed(architecture: Any, decoder: Decoder, weights: Weights, tokens: jax.Arr
 
 
 def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Returns the layers below `num_layers`, whose input states the trunk must return (`Drafter.layer_ids`).
+    """Returns the ids below `num_layers`: layers whose input states the trunk must return (`Drafter.layer_ids`).
 
     The ids `num_layers` and `num_layers + 1` of an architecture are outputs of the last layer and of the final norm.
     """
@@ -198,10 +197,10 @@ def join_states(output: TrunkOutput, layer_ids: tuple[int, ...], num_layers: int
 
 
 def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
-    """Raises `ValueError` if a mesh axis splits the trunk's width or heads: only MTP modules are split with the trunk.
+    """Raises `ValueError` if a mesh axis splits the trunk's width or heads, which only MTP modules support.
 
     Args:
-        sizes: sizes of the mesh axes by name; None: those of the call that is traced.
+        sizes: sizes of the mesh axes by name; None: the mesh of the call being traced.
     """
     for axis in ("tensor", "expert"):
         count = num_shards(axis) if sizes is None else sizes.get(axis, 1)

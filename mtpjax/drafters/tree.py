@@ -1,4 +1,4 @@
-"""Builds draft trees level by level, from scores of the children of each level's nodes."""
+"""Builds draft trees level by level, from the scores of each level's children."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array
     """Computes which drafted nodes each node of a new level attends to: its ancestors and itself.
 
     Args:
-        mask: `[B, f, n]` bool, the mask of the level before; None for the first level.
+        mask: `[B, f, n]` bool, the previous level's mask; None for the first level.
         parent: `[B, g]` int32, each new node's parent among the f nodes.
 
     Returns:
@@ -35,7 +35,7 @@ class DynamicTreeBuilder:
     """A tree of the most likely nodes, for rules that accept any tree.
 
     A node's score is the product of the draft probabilities on its path (EAGLE-2, 2406.16858). Every level expands its
-    topk best nodes; finally the best nodes of all levels form the tree.
+    topk best nodes; at the end the best nodes of all levels form the tree.
     """
 
     def __init__(self, state: DecodeState, spec: DecodeSpec):
@@ -45,14 +45,14 @@ class DynamicTreeBuilder:
         self.scores, self.parent_index = jnp.ones((B, 1)), jnp.full((B, 1), -1, jnp.int32)
 
     def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array, jax.Array]:
-        """Adds the topk best children of each node of the level before.
+        """Adds the topk best children of each node of the previous level.
 
         Args:
             level: draft level of the children, from 1.
             scores: scores of the children.
 
         Returns:
-            The nodes to expand next: their tokens and their parents' indices in the level before, `[B, topk]`.
+            The nodes to expand next: their tokens and their parents' indices in the previous level, `[B, topk]` each.
         """
         if self.spec.is_greedy and not self.state.settings.sampling.changes_logits:
             # Every row is at temperature 0 and nothing changes the logits, so the kernel finds the best tokens without
@@ -76,7 +76,7 @@ class DynamicTreeBuilder:
 
 
 class FixedTreeBuilder:
-    """A tree of a fixed shape, whose nodes' children are drawn without replacement.
+    """A tree of fixed shape. Each node's children are drawn without replacement.
 
     Rules that compare p with q stay exact only if the shape does not depend on the drawn tokens.
     """
@@ -90,7 +90,7 @@ class FixedTreeBuilder:
         self.probabilities: list[jax.Array] = []
 
     def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array | None, jax.Array]:
-        """Draws the children of the inner nodes of the level before.
+        """Draws the children of the previous level's inner nodes.
 
         Args:
             level: draft level of the children, from 1.
@@ -98,14 +98,14 @@ class FixedTreeBuilder:
 
         Returns:
             The drawn nodes that have children themselves: tokens `[B, f]` (None at the last level) and their parents'
-            indices in the level before.
+            indices in the previous level.
         """
         nodes, state = self.inner[level - 1], self.state
         sampling = state.settings.sampling
         logits, vocabulary = scores.logits(), scores.vocabulary
         B, _, V = logits.shape
         # The k largest of log q + Gumbel noise are k draws without replacement (Kool et al., 1903.06059). Rows at
-        # temperature 0 get no noise: they take the k best.
+        # temperature 0 get no noise, so they take the k best.
         is_greedy = (sampling.temperature == 0)[:, None, None]
         probabilities = jnp.where(
             is_greedy, softmax_at_temperature(logits, state, vocabulary), distribution(logits, sampling, vocabulary)
@@ -117,7 +117,8 @@ class FixedTreeBuilder:
             jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
             max(len(self.shape.children(node)) for node in nodes),
         )
-        # Assign the draws to the children in order. Nodes with fewer children than the widest use only the first ones.
+        # Assign the draws to the children in order. Nodes with fewer children than the widest node use only the first
+        # draws.
         for column, node in enumerate(nodes):
             for rank, child in enumerate(self.shape.children(node)):
                 self.tokens[child] = drawn[:, column, rank].astype(jnp.int32)
@@ -132,7 +133,7 @@ class FixedTreeBuilder:
     def draft(self) -> Draft:
         """Returns the tree with the distribution that each node's children were drawn from."""
         W, B = len(self.shape.parents), len(self.state.length)
-        # Reorder q from the order of drawing to node order. Leaves have no children and no q: rules do not read their
+        # Reorder q from the order of drawing to node order. Leaves have no children and no q; rules do not read their
         # rows.
         inner = [node for level in self.inner for node in level]
         row = [inner.index(node) if node in inner else 0 for node in range(W)]
@@ -153,13 +154,13 @@ def tree_builder(state: DecodeState, spec: DecodeSpec) -> DynamicTreeBuilder | F
 
 
 def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vocabulary) -> jax.Array:
-    """Computes the distribution that ranks candidates: the softmax without top-k, top-p and min-p.
+    """Computes the distribution that ranks candidates: the softmax without top-k, top-p or min-p.
 
     Args:
         logits: `[B, f, V]` adjusted logits.
 
     Returns:
-        `[B, f, V]` at the row's temperature, or at 1 where the temperature is 0.
+        `[B, f, V]` at the row's temperature, or at temperature 1 for greedy rows.
     """
     temperature = state.settings.sampling.temperature[:, None, None]
     return vocabulary.softmax(apply_temperature(logits, jnp.where(temperature == 0, 1, temperature), vocabulary))

@@ -1,1 +1,1 @@
-"""Converts requests and settings to a model, a drafter and arrays, which `mtpjax.decoding` runs."""
+"""Converts requests and settings to the model, drafter and arrays that `mtpjax.decoding` runs."""

@@ -1,4 +1,4 @@
-"""The public decoding functions: check the request, run the compiled call, and return the result."""
+"""The public decoding functions. They check the request, run the compiled call, and return the result."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ def generate(
         params: parameters of `model` with unrolled layers.
         prompts: token lists, or an array `[B, T]`.
         model: the model.
-        config: settings; those of drafting and acceptance are ignored. None: `DecodeConfig()`.
+        config: settings; draft and acceptance settings are ignored. None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
         key: a `jax.random` key that seeds rows without a seed.
         lengths: `[B]` prompt lengths of a right-padded array.
@@ -77,7 +77,7 @@ def generate(
 
 
 def without_drafts(config: DecodeConfig) -> DecodeConfig:
-    """Returns the settings of plain decoding: every round verifies only the pending token and appends one token."""
+    """Returns the settings for plain decoding: every round verifies only the pending token and appends one token."""
     return dataclasses.replace(
         config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
     )
@@ -112,8 +112,8 @@ def speculative_generate(
         key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend only on its seed, or on
             the key and the row's index.
         lengths: `[B]` prompt lengths of a right-padded array.
-        mesh: shards parameters and caches over this mesh (`mtpjax.models.decoding_layout`); None: that of the
-            parameters, if any. `shard_for_decoding` moves them once, for many calls.
+        mesh: shards parameters and caches over this mesh (`mtpjax.models.decoding_layout`); None: the parameters' mesh,
+            if any. `shard_for_decoding` moves parameters once for many calls.
         draft_params: the drafter's parameters; None: the MTP modules in `params`.
 
     Returns:
@@ -135,7 +135,7 @@ def speculative_generate(
         >>> result.rows() == generate(params, [[1, 2, 3], [4]], model=model, config=config).rows()
         True
     """
-    # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
+    # 1. Check the request on the host, because the compiled call would silently clamp out-of-range values.
     check_argument_types(params, prompts, sampling, key, model=model)
     config, sampling = DecodeConfig() if config is None else config, sampling or SamplingParams()
     prompts = prompts_to_arrays(prompts, lengths)
@@ -168,11 +168,11 @@ def make_call(
 
     Args:
         batch: rows that decode at the same time.
-        draft_params: the drafter's parameters; None: those of the model.
+        draft_params: the drafter's parameters; None: the MTP modules in `params`.
         mesh: moves the parameters to this mesh; None leaves them where they are.
 
     Raises:
-        ValueError: as `speculative_generate`.
+        ValueError: in the same cases as `speculative_generate`.
     """
     drafter, model, params = make_drafter(config), with_implementation(model, config), params_to_device(params)
     limit = check_request(prompts, model, config, drafter)
@@ -189,7 +189,7 @@ def make_call(
 
 
 class BatchCall(NamedTuple):
-    """Decodes batches with one decoder and the same parameters."""
+    """Decodes batches with the same decoder and parameters."""
 
     params: dict
     draft_params: Any
@@ -200,19 +200,19 @@ class BatchCall(NamedTuple):
     capacity: int  # cache slots per row
 
     def make_rows(self, prompts: list[np.ndarray], sampling: SamplingParams, key: jax.Array | None = None) -> NewRows:
-        """Converts checked requests to arrays of the size of the caches."""
+        """Converts checked requests to arrays that match the size of the caches."""
         return make_new_rows(
             prompts, model=self.decoder.model, config=self.config, limit=self.limit, capacity=self.capacity,
             sampling=sampling, key=key,
         )  # fmt: skip
 
     def num_rows(self, batch: int) -> int:
-        """Returns the number of rows of a state for `batch` requests: a multiple of the mesh's `data`."""
+        """Returns the number of rows in a state for `batch` requests, a multiple of the mesh's `data` size."""
         return -(-batch // data_size(self.mesh)) * data_size(self.mesh)
 
     @library_settings()
     def start(self, rows: NewRows) -> DecodeState:
-        """Makes the state of new requests before their prefill. Copies of the first row fill the last device."""
+        """Makes the state of new requests before their prefill. Copies of the first row pad the batch on a mesh."""
         rows = repeat_first_row(rows, self.num_rows(len(rows.length)) - len(rows.length))
         return self.decoder.make_state(self.params, self.config, self.mesh, rows=rows)
 

@@ -18,7 +18,7 @@ from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings, StateShape
 from mtpjax.decoding.unused_settings import warn_of_unused_settings
 from mtpjax.drafters.methods import find_method
-from mtpjax.messages import count_of
+from mtpjax.messages import count_of, require
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
@@ -39,7 +39,7 @@ def make_drafter(config: DecodeConfig) -> Drafter:
         method = find_method(config.drafter)
         if method.from_settings is None:
             raise ValueError(
-                f"drafter {config.drafter!r} is read from files: pass the drafter that mtpjax.load_drafter returns"
+                f"drafter {config.drafter!r} needs files: pass the drafter that mtpjax.load_drafter returns"
             )
         return method.from_settings(config)
     if not isinstance(config.drafter, Drafter):
@@ -50,7 +50,7 @@ def make_drafter(config: DecodeConfig) -> Drafter:
 
 
 def check_argument_types(params: Any, prompts: Any = (), sampling: Any = None, key: Any = None, *, model: Any) -> None:
-    """Raises `ValueError` for arguments of wrong types, which would otherwise fail deep inside the decoding call."""
+    """Raises `ValueError` for arguments of the wrong type, which would otherwise fail deep inside the decoding call."""
     rows = prompts if isinstance(prompts, (list, tuple)) else [prompts]
     if any(isinstance(leaf, Tracer) for leaf in (*rows, key, *jax.tree.leaves(params))):
         raise ValueError("decoding is jitted itself: it cannot be called inside jax.jit, jax.vmap or jax.grad")
@@ -64,7 +64,7 @@ def check_argument_types(params: Any, prompts: Any = (), sampling: Any = None, k
         )
     if key is not None and not isinstance(key, (jax.Array, np.ndarray)):
         raise ValueError(f"key must be a jax.random key, got {key!r}: use jax.random.key({key!r})")
-    # An array of numbers is the data of a key, as `jax.random.PRNGKey` makes it.
+    # An integer array is raw key data, as `jax.random.PRNGKey` returns.
     if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         try:
             jax.random.wrap_key_data(jnp.asarray(key))
@@ -74,7 +74,7 @@ def check_argument_types(params: Any, prompts: Any = (), sampling: Any = None, k
 
 
 def params_to_device(params: dict) -> dict:
-    """Moves NumPy parameters, as from `jax.device_get`, to the device; returns others as they are."""
+    """Moves NumPy parameters (for example from `jax.device_get`) to the device; returns others unchanged."""
     if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params)):
         return jax.tree.map(jnp.asarray, params)
     return params
@@ -82,9 +82,9 @@ def params_to_device(params: dict) -> dict:
 
 @contextlib.contextmanager
 def explain_param_errors(params: dict, model: MTPModel) -> Iterator[None]:
-    """Turns Flax's errors about missing or misshapen parameters into a `ValueError` of one line.
+    """Turns Flax's errors about missing or misshapen parameters into a one-line `ValueError`.
 
-    Flax compares them while it traces, so calls with the right parameters cost nothing.
+    Flax compares parameters while it traces, so correct calls cost nothing extra.
     """
     try:
         yield
@@ -104,42 +104,38 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         One array per prompt, without padding.
 
     Raises:
-        ValueError: for shapes that do not fit, or text instead of token ids.
+        ValueError: for inconsistent shapes, or text instead of token ids.
     """
     texts = [prompts] if isinstance(prompts, str) else prompts if isinstance(prompts, (list, tuple)) else []
     if any(isinstance(row, str) for row in texts):
         raise ValueError(
             "prompts must be token ids, not text: encode each text with mtpjax.load_tokenizer(path).encode(text)"
         )
-    # An array may be padded; its lengths say how much of each row is prompt.
+    # An array may be padded; `lengths` says how much of each row is prompt.
     if isinstance(prompts, (np.ndarray, jax.Array)):
         prompts = np.asarray(prompts)
-        if prompts.ndim != 2:
-            raise ValueError(f"prompts must be [B, T] or a list of token lists, got shape {prompts.shape}")
+        require(prompts.ndim == 2, f"prompts must be [B, T] or a list of token lists, got shape {prompts.shape}")
         if lengths is None:
             return list(prompts)
         lengths = np.asarray(lengths)
-        if not np.issubdtype(lengths.dtype, np.integer):
-            raise ValueError(f"lengths must be integers, got dtype {lengths.dtype}")
+        require(np.issubdtype(lengths.dtype, np.integer), f"lengths must be integers, got dtype {lengths.dtype}")
         if lengths.shape != prompts.shape[:1]:
             raise ValueError(f"lengths has shape {lengths.shape}, but there are {prompts.shape[0]} prompts")
         if (lengths > prompts.shape[1]).any():
             raise ValueError(f"length {lengths.max()} exceeds the {prompts.shape[1]} columns of the prompts")
         return [row[: max(length, 0)] for row, length in zip(prompts, lengths, strict=True)]
-    if not np.iterable(prompts):
-        raise ValueError(f"prompts must be [B, T] or a list of token lists, got {type(prompts).__name__}")
-    if lengths is not None:
-        raise ValueError("lengths must come with an array of prompts, not with a list")
+    require(np.iterable(prompts), f"prompts must be [B, T] or a list of token lists, got {type(prompts).__name__}")
+    require(lengths is None, "lengths must come with an array of prompts, not with a list")
     if any(not np.iterable(row) for row in prompts):
         raise ValueError("prompts must be [B, T] or a list of token lists; a single prompt is a list of one token list")
     try:
         return [np.asarray(row) for row in prompts]
-    except ValueError as error:  # numpy's message about a ragged list does not name the prompt
+    except ValueError as error:  # NumPy's message about a ragged list does not say which prompt
         raise ValueError("prompts must be lists of token ids, not lists of lists") from error
 
 
 def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
-    """Checks prompts and settings. The compiled call would silently clamp values that are out of range.
+    """Checks prompts and settings. The compiled call would silently clamp out-of-range values.
 
     Returns:
         The maximum length of a row in tokens, prompt included.
@@ -147,19 +143,16 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
     Raises:
         ValueError: for the first violation, in one line with the value and the limit.
     """
-    if not rows:
-        raise ValueError("prompts is empty: decoding needs at least one row")
+    require(bool(rows), "prompts is empty: decoding needs at least one row")
     limit = check_settings(model, config, drafter)
     vocab_size = model.config.vocab_size
     for number, row in enumerate(rows):
         if row.ndim != 1 or not row.size:
             raise ValueError(f"prompt {number} is empty" if not row.size else f"prompt {number} has shape {row.shape}")
-        if not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"prompt {number} must hold token ids, got dtype {row.dtype}")
+        require(np.issubdtype(row.dtype, np.integer), f"prompt {number} must hold token ids, got dtype {row.dtype}")
         # The smallest and the largest id are enough to check the range.
         for token in (int(row.min()), int(row.max())):
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"prompt {number} holds token id {token}, outside 0..{vocab_size - 1}")
+            require(0 <= token < vocab_size, f"prompt {number} holds token id {token}, outside 0..{vocab_size - 1}")
         if row.size >= limit:
             raise ValueError(
                 f"prompt {number} has {count_of(row.size, 'token')}; max_length {limit} leaves room for {limit - 1}"
@@ -168,7 +161,7 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
 
 
 def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
-    """Checks settings against a model, and warns of settings that have no effect.
+    """Checks settings against a model, and warns about settings that have no effect.
 
     Returns:
         The maximum length of a row in tokens, prompt included.
@@ -183,9 +176,8 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
     if limit > max_positions:
         raise ValueError(f"max_length {limit} exceeds the model's {max_positions} positions (max_position_embeddings)")
     for token in (*config.stop_token_ids, *(token for sequence in config.stop_sequences for token in sequence)):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"stop token id {token} is outside 0..{vocab_size - 1}")
-    # Unrolled layers have a cache each. A scan over stacked layers would copy every weight in each step.
+        require(0 <= token < vocab_size, f"stop token id {token} is outside 0..{vocab_size - 1}")
+    # Each unrolled layer has its own cache. A scan over stacked layers would copy every weight in each step.
     if model.scan_layers:
         raise ValueError("decoding needs unrolled layers: use unstack_layers(params, config) and MTPModel(config)")
     if config.deterministic:
@@ -209,17 +201,17 @@ def check_limits(limits: DraftLimits, config: DecodeConfig) -> None:
 
 
 def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
-    """Raises `ValueError` if XLA would compute matrix products whose sizes depend on the batch."""
+    """Raises `ValueError` if XLA would compute matmuls whose sizes depend on the batch."""
     if model.implementation not in ("triton", "interpreted"):
         raise ValueError(
             f"deterministic decoding needs the kernels on a GPU, but runs {model.implementation!r} on a "
             f"{jax.default_backend()}: decode the rows one by one, or set implementation to 'interpreted' (slow)"
         )
-    if model.config.index_topk:
-        raise ValueError("deterministic decoding does not support a sparse indexer, which XLA computes")
+    require(not model.config.index_topk, "deterministic decoding does not support a sparse indexer, which runs in XLA")
     if has_recurrent_layers(model.config):
-        raise ValueError("deterministic decoding does not support linear attention, whose states XLA computes")
-    # Up to 16 tokens and more than 16 use different attention kernels. So rounds have at most 16, and prefill more.
+        raise ValueError("deterministic decoding does not support linear attention, which runs in XLA")
+    # Passes of up to 16 tokens and longer passes use different attention kernels, so rounds must have at most 16 tokens
+    # and prefill chunks more than 16.
     widest = max(config.num_nodes, config.min_rows or 1)
     if widest > MAX_QUERY_TOKENS:
         raise ValueError(f"deterministic decoding supports at most {MAX_QUERY_TOKENS} tokens per round, got {widest}")
@@ -232,10 +224,10 @@ def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
 def make_stop_table(config: DecodeConfig) -> np.ndarray:
     """Converts the stop tokens and stop sequences to one table `[N, Z]` int32.
 
-    Sequences are right-aligned, with -1 before shorter ones and in unused rows. N and Z are rounded up, so that similar
-    requests share a compiled program.
+    Sequences are right-aligned, with -1 before shorter sequences and in unused rows. N and Z are rounded up, so that
+    similar requests share a compiled program.
     """
-    # A stop token is a sequence of length 1. Without longer sequences the table keeps one column, the cheapest case.
+    # A stop token is a sequence of length 1. Without longer sequences the table has only one column, the cheapest case.
     sequences = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
     longest = max(map(len, sequences), default=1)
     width = 1 if longest == 1 else -(-longest // 8) * 8
@@ -246,15 +238,16 @@ def make_stop_table(config: DecodeConfig) -> np.ndarray:
 
 
 def fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Copies a stop table into one of the state's `shape`; raises `ValueError` if it is too large."""
-    # Sequences fill the table's first rows and last columns, so the used part is a corner of it.
+    """Copies a stop table into a table of the state's `shape`; raises `ValueError` if it does not fit."""
+    # Sequences fill the table's first rows and last columns, so the used part is one corner of the table.
     is_used = stops != -1
     number, width = int(is_used.any(axis=1).sum()), int(is_used.any(axis=0).sum())
     if number > shape[0] or width > shape[1]:
-        raise ValueError(f"{number} stop sequences of up to {width} tokens exceed the state's {shape[0]} of {shape[1]}")
+        raise ValueError(
+            f"{number} stop sequences of up to {width} tokens do not fit: the state holds {shape[0]} of {shape[1]}"
+        )
     table = np.full(shape, -1, np.int32)
-    used = stops[:number, stops.shape[1] - width :]
-    table[:number, shape[1] - width :] = used
+    table[:number, shape[1] - width :] = stops[:number, stops.shape[1] - width :]
     return table
 
 
@@ -278,14 +271,14 @@ def make_new_rows(
         capacity: cache slots per row, L.
         sampling: the requests' sampling parameters.
         key: a `jax.random` key that seeds rows without a seed.
-        shape: shape of the state that the rows enter, which fixes the sampling options and the stop table. None: these
-            requests determine them.
+        shape: shape of the state that the rows enter, which determines the sampling options and the stop table. None:
+            the requests determine them.
 
     Returns:
         `NewRows` of host arrays; jit transfers all of them at once.
 
     Raises:
-        ValueError: for sampling parameters out of range, or stop sequences that exceed the state's.
+        ValueError: for out-of-range sampling parameters, or stop sequences that do not fit into the state's table.
     """
     # 1. Prompts, right-padded to the capacity. A row ends at `max_new_tokens` new tokens or at the maximum length.
     R = len(rows)
@@ -294,7 +287,7 @@ def make_new_rows(
     tokens = np.zeros((R, capacity), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: row.size] = row
-    # 2. Stop sequences. `min_new_tokens` bans those of a single token.
+    # 2. Stop sequences. `min_new_tokens` bans those with a single token.
     single_stops = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
     stops, features = make_stop_table(config), None
     if shape is not None:
@@ -315,7 +308,7 @@ def make_new_rows(
 
 
 def repeat_first_row(rows: NewRows, count: int) -> NewRows:
-    """Appends `count` copies of the first request, so that the number of rows fits."""
+    """Appends `count` copies of the first request, to pad the number of rows."""
     if not count:
         return rows
     return jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], count, axis=0)]), rows)

@@ -1,6 +1,6 @@
 """Model definition: configuration, trunk, MTP modules, caches, sharding.
 
-`params` is the tree of `init_params` for `model`, `config` is `model.config`, `view` holds positions and masks of a
-pass (`mtpjax.models.view`), and `sizes` the sizes of the axes of a mesh by name. `implementation` chooses the kernels
-(`pallas_kernels`).
+Common arguments: `params` is the parameter tree that `init_params` makes for `model`, `config` is `model.config`,
+`view` holds the positions and masks of a pass (`mtpjax.models.view`), `sizes` maps mesh axis names to sizes, and
+`implementation` selects the kernels (`pallas_kernels`).
 """

@@ -1,4 +1,4 @@
-"""The kinds of attention, by the name that `LayerKind.attention` has."""
+"""The kinds of attention, keyed by the values of `LayerKind.attention`."""
 
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.attention_kind import AttentionKind
@@ -10,5 +10,5 @@ ATTENTION_KINDS: dict[str, AttentionKind] = {"grouped": GROUPED, "latent": LATEN
 
 
 def has_recurrent_layers(config: ModelConfig) -> bool:
-    """Returns whether some trunk layers keep a recurrent state, which cannot be rolled back."""
+    """Returns whether any trunk layer keeps a recurrent state, which cannot be rolled back."""
     return any(ATTENTION_KINDS[kind.attention].is_recurrent for kind in config.trunk_kinds)

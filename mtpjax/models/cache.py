@@ -2,8 +2,8 @@
 
 Each layer has one array per kind of entry. A pass appends its entries from slot `length` on and does not change
 `length`. Committing a chain moves `length`, because the accepted entries are already in place; slots from `length` on
-hold garbage. A recurrent layer has a state instead. Between append and commit it holds the effect of each new token,
-and committing applies the effects of the accepted ones.
+hold garbage. A recurrent layer has a state instead. Between append and commit it also holds the effect of each new
+token, and committing applies the effects of the accepted tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ class Cache(flax.struct.PyTreeNode):
 
     layers: tuple[Entries, ...]
     length: jax.Array  # [B] int32, committed slots
-    kinds: tuple[LayerKind, ...] = flax.struct.field(pytree_node=False)  # of the layers
+    kinds: tuple[LayerKind, ...] = flax.struct.field(pytree_node=False)  # one per layer
     is_paged: bool = flax.struct.field(pytree_node=False, default=False)  # attention layers are pools of pages
 
 
@@ -43,9 +43,9 @@ def empty_cache(
         kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
-        dtype: dtype of the activations, and of the convolution's inputs in a recurrent layer, whose state is float32.
+        dtype: dtype of the activations and, in recurrent layers, of the convolution inputs (the state is float32).
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
-        pool: number of pages, and positions per page, for attention layers in pages; None: contiguous rows.
+        pool: (number of pages, positions per page) for paged attention layers; None: contiguous rows.
     """
     kv_dtype = kv_dtype or dtype
     layers = []
@@ -60,7 +60,7 @@ def empty_cache(
 
 
 def _map_layers(cache: Cache, function: Callable[..., Entries], *others: tuple[Entries, ...]) -> Cache:
-    """Replaces the entries of each layer by `function(kind of attention, entries, entries of the others)`."""
+    """Replaces each layer's entries by `function(attention kind, entries, the same layer's entries in others)`."""
     layers = zip(cache.kinds, cache.layers, *others, strict=True)
     return cache.replace(layers=tuple(function(ATTENTION_KINDS[kind.attention], *entries) for kind, *entries in layers))
 
@@ -83,7 +83,7 @@ def reset_rows(cache: Cache, is_new: jax.Array) -> Cache:
 
 
 def take_rows(cache: Cache, rows: jax.Array) -> Cache:
-    """Copies `rows [R]` of a cache; an index outside copies the nearest row. All rows share the pool of pages."""
+    """Copies `rows [R]` of a cache; an out-of-range index copies the nearest row. All rows share the pool of pages."""
 
     def take(leaf: jax.Array) -> jax.Array:
         return jnp.take(leaf, rows, axis=0, mode="clip")
@@ -94,7 +94,7 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
 
 
 def put_rows(cache: Cache, new: Cache, rows: jax.Array) -> Cache:
-    """Writes the rows of `new` into `rows [R]` of a cache, the inverse of `take_rows`; indices outside are dropped."""
+    """Writes the rows of `new` to `rows [R]` of a cache (inverse of `take_rows`); drops out-of-range indices."""
 
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
         return leaf.at[rows].set(new, mode="drop")
@@ -110,14 +110,14 @@ def _is_pool(cache: Cache, attention: AttentionKind) -> bool:
 
 
 def pool_arrays(cache: Cache) -> list[jax.Array]:
-    """Returns the pools `[P, ..., size, H]` of a cache in pages, layer by layer."""
+    """Returns the pools `[P, ..., size, H]` of a paged cache, layer by layer."""
     layers = zip(cache.kinds, cache.layers, strict=True)
     pools = [entries for kind, entries in layers if _is_pool(cache, ATTENTION_KINDS[kind.attention])]
     return jax.tree.leaves(pools)
 
 
 def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
-    """Replaces the pools of a cache, in the order of `pool_arrays`."""
+    """Replaces the pools of a paged cache by `pools`, in the order of `pool_arrays`."""
     rest = iter(pools)
     return _map_layers(
         cache, lambda kind, kept: jax.tree.map(lambda _: next(rest), kept) if _is_pool(cache, kind) else kept
@@ -125,7 +125,7 @@ def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
 
 
 def recurrent_entries(cache: Cache) -> tuple[Entries, ...]:
-    """Returns the states `[B, ...]` of a cache's recurrent layers; none while a pass waits for its commit."""
+    """Returns the states `[B, ...]` of a cache's recurrent layers; requires that the last pass is committed."""
     layers = zip(cache.kinds, cache.layers, strict=True)
     return tuple(entries for kind, entries in layers if ATTENTION_KINDS[kind.attention].is_recurrent)
 
@@ -137,7 +137,7 @@ def replace_recurrent_entries(cache: Cache, states: Iterable[Entries]) -> Cache:
 
 
 def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
-    """Zeroes pages `[n]` of a cache in pages; ids outside the pool are dropped."""
+    """Zeroes `pages [n]` of a paged cache; ids outside the pool are dropped."""
     return replace_pool_arrays(cache, [pool.at[pages].set(0, mode="drop") for pool in pool_arrays(cache)])
 
 
@@ -146,8 +146,8 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, sto
 
     Args:
         start: `[B]` int32 first slot of the tree.
-        path: `[B, J]` int32 places of the accepted nodes within the tree, in rising order.
-        width: slots of the tree.
+        path: `[B, J]` int32 indices of the accepted nodes within the tree, ascending.
+        width: number of slots that the tree occupies.
         storage: where the cache keeps its slots.
     """
 

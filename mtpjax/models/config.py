@@ -9,7 +9,7 @@ from mtpjax.messages import did_you_mean, require, require_divisible
 from mtpjax.models.config_checks import check_layers, check_sizes
 from mtpjax.models.rope_scaling import RopeScaling, Yarn, make_scaling
 
-Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
+Implementation = Literal["auto", "xla", "triton", "interpreted"]  # see `pallas_kernels.dispatch`
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 
@@ -18,19 +18,19 @@ class LayerKind(NamedTuple):
 
     attention: Literal["grouped", "latent", "delta"]
     is_moe: bool
-    indexer: Literal["", "full", "shared"] = ""  # sparse latent attention: its own indexer, or an earlier layer's
+    indexer: Literal["", "full", "shared"] = ""  # sparse latent attention: "shared" uses an earlier layer's indexer
     is_sliding: bool = False  # attention is limited to a window of the newest positions
-    expert_limit: float = 0.0  # limit of the activation in routed experts; 0: none
-    dense_limit: float = 0.0  # limit of the activation in shared experts and dense layers; 0: none
+    expert_limit: float = 0.0  # activation limit in routed experts; 0: no limit
+    dense_limit: float = 0.0  # activation limit in shared experts and dense layers; 0: no limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One architecture. Differences between model families are fields here, not classes.
 
-    Fields have the names of Hugging Face configs where these have one. Letters of shapes: V `vocab_size`,
-    D `hidden_size`, N `num_attention_heads`, K `num_key_value_heads`, H `head_dim`, F a feed-forward width,
-    E `n_routed_experts`, M `num_mtp_modules`.
+    Fields are named as in Hugging Face configs where possible. Shape letters: V is `vocab_size`, D `hidden_size`, N
+    `num_attention_heads`, K `num_key_value_heads`, H `head_dim`, F a feed-forward width, E `n_routed_experts`, and M
+    `num_mtp_modules`.
 
     Args:
         vocab_size: rows of the embedding table, V.
@@ -42,8 +42,7 @@ class ModelConfig:
         rms_norm_eps: epsilon of every RMSNorm, added to the mean square; the latent norms use `latent_norm_eps`.
         zero_centred_norm: norms multiply by 1 + weight instead of by the weight (Qwen3-Next, Qwen3.5).
         tie_word_embeddings: use the transposed embedding as the head.
-        num_tokens: number of real tokens. Ids from this number on only pad the tables and are never decoded; 0: all
-            ids are real.
+        num_tokens: number of real tokens. Larger ids only pad the tables and are never decoded; 0: all ids are real.
         attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
         num_key_value_heads: key/value heads of grouped attention, K; 0: the number of query heads.
         head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.
@@ -53,16 +52,16 @@ class ModelConfig:
         use_qk_norm: apply an RMSNorm to each query and key head, before the rotary embedding.
         attn_output_gate: multiply the attention output by the sigmoid of a gate per channel, before the output
             projection.
-        attn_head_gate: multiply it by the sigmoid of one gate per head (Step-3.5).
+        attn_head_gate: multiply the attention output by the sigmoid of one gate per head (Step-3.5).
         attention_sinks: which layers have an attention sink, a learned logit per head that enters the softmax but adds
             no value: "none", "sliding" or "all".
         attention_value_scale: factor that multiplies the values of grouped attention (MiMo-V2).
-        q_lora_rank: width of the queries' latent in latent attention; 0: queries are computed from the hidden state.
-        kv_lora_rank: width of the keys' and values' latent.
-        qk_nope_head_dim: channels of a latent head without rotary.
-        qk_rope_head_dim: channels of a latent head with rotary.
-        v_head_dim: value channels of a head; 0: `head_dim`, in grouped attention only.
-        latent_norm_eps: epsilon of the two latent norms, which transformers fixes regardless of `rms_norm_eps`.
+        q_lora_rank: width of the query latent in latent attention; 0: queries are computed from the hidden state.
+        kv_lora_rank: width of the key/value latent.
+        qk_nope_head_dim: channels of a latent-attention head without rotary embedding.
+        qk_rope_head_dim: channels of a latent-attention head with rotary embedding.
+        v_head_dim: value channels per head; 0 (grouped attention only): `head_dim`.
+        latent_norm_eps: epsilon of the two latent norms; transformers uses a fixed value, not `rms_norm_eps`.
         index_topk: keys that the indexer of sparse latent attention selects per query; 0: no indexer.
         index_n_heads: heads of the indexer.
         index_head_dim: head width of the indexer.
@@ -75,7 +74,7 @@ class ModelConfig:
         sliding_num_attention_heads: query heads of sliding-window layers; 0: `num_attention_heads`.
         sliding_num_key_value_heads: key/value heads of sliding-window layers; 0: `num_key_value_heads`.
         sliding_rope_theta: base of the rotary frequencies in sliding-window layers; 0: `rope_theta`.
-        sliding_partial_rotary_factor: share of each head that rotates in sliding-window layers; 0:
+        sliding_partial_rotary_factor: fraction of each head's channels that rotates in sliding-window layers; 0:
             `partial_rotary_factor`.
         sliding_rope_scaling: apply `rope_scaling` in sliding-window layers too.
         linear_num_key_heads: key heads of linear attention.
@@ -86,7 +85,7 @@ class ModelConfig:
         linear_output_gate: activation of the output gate in linear attention, "silu" or "sigmoid".
         rope_theta: base of the rotary frequencies.
         rope_interleave: rotate channel pairs (2j, 2j+1) instead of halves.
-        partial_rotary_factor: share of each head that rotates, in grouped attention.
+        partial_rotary_factor: fraction of each head's channels that rotates, in grouped attention.
         rope_scaling: scaling of the rotary frequencies: `Yarn`, `Llama3Scaling` or `LinearScaling`; None: unscaled.
         n_routed_experts: routed experts per layer, E; 0: dense layers only.
         num_experts_per_tok: experts per token.
@@ -103,30 +102,30 @@ class ModelConfig:
         n_group: groups into which the experts are divided.
         topk_group: groups that a token may choose experts from.
         norm_topk_prob: normalise the weights of a token's experts so that they sum to 1.
-        routed_scaling_factor: factor that multiplies these weights.
+        routed_scaling_factor: factor that multiplies the expert weights.
         expert_bias: add biases to the router's logits and in the routed experts (gpt-oss).
-        swiglu_limits: for each layer, the limit to which gate and up of the routed experts are clamped, 0 for none;
+        swiglu_limits: for each layer, the limit to which gate and up of the routed experts are clamped, 0 for no limit;
             (): no limits.
-        swiglu_limits_shared: the limits of shared experts and dense layers.
+        swiglu_limits_shared: the same for shared experts and dense layers.
         swiglu_alpha: above 0, experts compute `(up + 1) * gate * sigmoid(alpha * gate)` from clamped inputs (gpt-oss);
             0: `silu(gate) * up`, clamped after the activation (Step-3.5).
         num_mtp_modules: MTP modules, M.
-        mtp_chaining: hidden states that a module reads: "chain", the output of the previous module; "trunk", always
-            those of the trunk.
+        mtp_chaining: hidden states that a module reads: "chain", the previous module's output; "trunk", always the
+            trunk's states.
         mtp_input: order of the projection's two inputs, "embedding_hidden" or "hidden_embedding".
         mtp_hidden_post_norm: modules read the trunk's hidden states after the trunk's final norm, not before it.
         mtp_chain_post_norm: the next depth reads a module's output after the module's final norm, not before it.
         mtp_mask_first: zero the embedding at position 0 (vLLM's DeepSeek, GLM and Ernie classes).
-        mtp_layer_type: attention of the modules' layers, "full_attention" or "sliding_attention".
+        mtp_layer_type: attention type of the modules' layers, "full_attention" or "sliding_attention".
         mtp_dense: the modules have dense layers although the trunk has experts (Ernie-4.5).
         mtp_output_norm: norm between a module and the head: "own" (the module has one), "trunk" (the trunk's final
             norm, Ernie-4.5) or "none".
         mtp_own_embedding: each module has a separate embedding.
         mtp_own_head: each module has a separate head.
-        mtp_norm_differs: the modules' norms use the opposite convention of `zero_centred_norm`.
+        mtp_norm_differs: the modules' norms use the opposite of the trunk's `zero_centred_norm`.
 
     Raises:
-        ValueError: if values do not fit together; the message contains the numbers.
+        ValueError: if values are inconsistent; the message contains the numbers.
 
     Example:
         >>> from mtpjax import ModelConfig
@@ -172,7 +171,7 @@ class ModelConfig:
     indexer_rope_interleave: bool = False
     indexer_types: tuple[Literal["full", "shared"], ...] = ()
 
-    # Attention to a window of positions, in the layers that layer_types names.
+    # Sliding-window attention, in the layers that layer_types marks as such.
     layer_types: tuple[Literal["full_attention", "sliding_attention", "linear_attention"], ...] = ()
     sliding_window: int = 0
     sliding_num_attention_heads: int = 0
@@ -181,7 +180,7 @@ class ModelConfig:
     sliding_partial_rotary_factor: float = 0.0
     sliding_rope_scaling: bool = True
 
-    # Linear attention: the gated delta rule, in the layers that layer_types names.
+    # Linear attention (gated delta rule), in the layers that layer_types marks as such.
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -270,12 +269,12 @@ class ModelConfig:
 
     @property
     def shared_width(self) -> int:
-        """Total width of the shared experts, which are computed as one feed-forward layer; 0 without any."""
+        """Total width of the shared experts, which are computed as one feed-forward layer; 0 without shared experts."""
         return self.shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
 
     @property
     def value_dim(self) -> int:
-        """Value channels of a head of grouped attention."""
+        """Value channels per head in grouped attention."""
         return self.v_head_dim or self.head_dim
 
     @property
@@ -285,16 +284,16 @@ class ModelConfig:
         return in_modules or "sliding_attention" in self.layer_types
 
     def of_layer(self, kind: LayerKind) -> "ModelConfig":
-        """Returns the config with the heads and the rotary embedding of layers of this kind."""
+        """Returns the config with the heads and rotary embedding that layers of this kind use."""
         return _sliding_config(self) if kind.is_sliding else self
 
     @property
     def of_modules(self) -> "ModelConfig":
-        """The config with the norms of the MTP modules."""
+        """The config with the norm convention of the MTP modules."""
         return _module_config(self) if self.mtp_norm_differs else self
 
     def has_sinks(self, kind: LayerKind) -> bool:
-        """Returns whether attention layers of a kind have a learned sink per head."""
+        """Returns whether attention layers of this kind have a learned sink per head."""
         return self.attention_sinks == "all" or (self.attention_sinks == "sliding" and kind.is_sliding)
 
     def layer_kind(self, layer: int) -> LayerKind:
@@ -314,7 +313,7 @@ class ModelConfig:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP module's layer: full attention by default, an indexer and experts if the trunk has them.
+        """Kind of an MTP module's layer: full attention by default, with an indexer and experts if the trunk has them.
 
         Activations are not clamped.
         """
@@ -327,7 +326,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Makes a config from the result of `to_dict`. Raises `ValueError` for an unknown key, with the nearest one."""
+        """Makes a config from the result of `to_dict`. Raises `ValueError`, with a suggestion, for an unknown key."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             require(name in known, f"unknown model setting '{name}'{did_you_mean(name, known)}")

@@ -1,11 +1,11 @@
-"""Checks that the fields of a `ModelConfig` fit together. Every function raises `ValueError` with the numbers."""
+"""Checks that the fields of a `ModelConfig` are consistent. Every function raises `ValueError` with the numbers."""
 
 import math
 from typing import Any
 
 from mtpjax.messages import require, require_choice, require_divisible
 
-MAX_PARTS = 10_000  # layers, modules, or experts of a layer; published models have hundreds
+MAX_PARTS = 10_000  # layers, modules, or experts per layer; published models have hundreds
 
 
 def check_sizes(config: Any) -> None:
@@ -15,8 +15,8 @@ def check_sizes(config: Any) -> None:
         require(getattr(config, name) > 0, f"{name} must be positive, not {getattr(config, name)}")
     tokens, vocab_size = config.num_tokens, config.vocab_size
     require(0 <= tokens <= vocab_size, f"num_tokens {tokens} is not within 0..{vocab_size}")
-    require(config.num_mtp_modules >= 0, f"num_mtp_modules must not be negative, is {config.num_mtp_modules}")
-    require(0 <= config.rms_norm_eps < math.inf, f"rms_norm_eps must be at least 0, is {config.rms_norm_eps}")
+    require(config.num_mtp_modules >= 0, f"num_mtp_modules must be at least 0, got {config.num_mtp_modules}")
+    require(0 <= config.rms_norm_eps < math.inf, f"rms_norm_eps must be at least 0, got {config.rms_norm_eps}")
     # Loading lists a name per layer and expert: an absurd number in a damaged file must not take minutes.
     for name in ("num_hidden_layers", "num_mtp_modules", "n_routed_experts"):
         require(getattr(config, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, is {getattr(config, name)}")
@@ -69,7 +69,7 @@ def _check_grouped(config: Any) -> None:
 def _check_latent(config: Any) -> None:
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     _require_positive(config, "latent attention", sizes)
-    # Options of grouped attention, which latent attention does not compute.
+    # Options that only grouped attention has.
     absent = {"use_qk_norm": False, "attn_output_gate": False, "attn_head_gate": False, "attention_sinks": "none"}
     for name, neutral in (absent | {"attention_value_scale": 1.0, "partial_rotary_factor": 1.0}).items():
         value = getattr(config, name)
@@ -84,7 +84,7 @@ def _check_indexer(config: Any) -> None:
     require(width >= rotated, f"index_head_dim ({width}) must be at least qk_rope_head_dim ({rotated})")
     require(
         config.indexer_types[:1] != ("shared",),
-        "the first layer cannot share the selection of an earlier indexer: set its indexer type to full",
+        "no layer comes before the first layer, so it cannot share an indexer: set its indexer type to full",
     )
 
 

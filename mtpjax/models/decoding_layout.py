@@ -17,29 +17,29 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, mesh_text, param_axes, param_sharding, path_name
 
 MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
-AXES = ("data", "expert", "tensor")  # axes that decoding shards over; arrays are copied along the others
+AXES = ("data", "expert", "tensor")  # axes that decoding shards over; arrays are replicated along the others
 
 
 def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | None = None) -> None:
-    """Checks that the axes of a mesh divide the sizes of a model that they split.
+    """Checks that the axes of a mesh divide the model sizes that they split.
 
     Args:
-        num_slots: experts with their copies; None: without copies.
+        num_slots: number of expert slots, copies included; None: no copies.
 
     Raises:
-        ValueError: they do not. The message names the axes and the size.
+        ValueError: an axis does not divide its size. The message contains both.
     """
     for problem in find_copies(config, sizes, num_slots):
         raise ValueError(f"{problem}: choose a different mesh, or set allow_copies to replicate it on these devices")
 
 
 def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
-    """Checks that the heads of all layers are split alike.
+    """Checks that the heads of all layers can be split the same way.
 
     Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
 
     Raises:
-        ValueError: they are not. The message names the axis and the size.
+        ValueError: they cannot. The message contains the axis and the size.
     """
     tensor = sizes.get("tensor", 1)
     for name in ("num_key_value_heads", "sliding_num_key_value_heads"):
@@ -52,14 +52,14 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
 
 
 def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | None = None) -> list[str]:
-    """Lists the sizes of a model that the axes of a mesh do not divide, so that devices hold copies.
+    """Lists the model sizes that the axes of a mesh do not divide, so that devices hold copies.
 
     Args:
-        num_slots: experts with their copies; None: without copies.
+        num_slots: number of expert slots, copies included; None: no copies.
     """
     kinds = {*config.trunk_kinds, *([config.mtp_kind] if config.num_mtp_modules else [])}
     attentions = {kind.attention for kind in kinds}
-    # Sizes by the axes that split them: heads and columns over `tensor`, experts over `data` and `expert`.
+    # Group the sizes by the axes that split them: heads and columns over `tensor`, experts over `data` and `expert`.
     over_tensor, over_experts = {"vocab_size": config.vocab_size}, {}
     fitted, records = (
         fit_config(config, sizes),
@@ -86,7 +86,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
 
 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
-    """Returns the config with a key/value head for each `tensor` device, if it has fewer and copies of them fit."""
+    """Returns the config with one key/value head per `tensor` device, if it has fewer and copies can be even."""
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
     has_copies = config.attention == "grouped" and not config.has_sliding_layers and heads < parts
     fits = has_copies and parts % heads == 0 and config.num_attention_heads % parts == 0
@@ -94,10 +94,10 @@ def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
 
 
 def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> dict:
-    """Copies each key/value head, and divides its queries among the copies. Attention computes the same.
+    """Copies each key/value head and divides its queries among the copies. The attention result does not change.
 
     Args:
-        num_heads: key/value heads afterwards, a multiple of those before.
+        num_heads: new number of key/value heads, a multiple of the old number.
 
     Returns:
         The parameters of a model with `num_heads` key/value heads.
@@ -140,9 +140,9 @@ def run_on_shards(
         function: returns the new state.
         draft_params: the drafter's parameters.
         state: a decoding state; its first axes are rows.
-        *rest: arrays that every device gets whole.
+        *rest: arrays that every device gets in full.
         has_row_outputs: `function` returns `(state, arrays)`. The arrays have rows as their first axis, and are the
-            same on all devices of a shard of `data`.
+            same on all devices that hold the same rows.
 
     Returns:
         The new state, sharded like the old one; with `has_row_outputs` also the arrays, of all rows.
@@ -168,7 +168,7 @@ def run_on_shards(
 
 
 def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_state: bool = False) -> Any:
-    """Returns the partition spec of every array of parameters or of a state, by whole heads, experts and columns.
+    """Returns the partition spec of every array in parameters or a state. Heads, experts and columns stay whole.
 
     Args:
         is_state: the tree is a `DecodeState`.
@@ -190,8 +190,8 @@ def choose_layout(
     """Chooses the sharding of a model's parameters: path and shape of a parameter -> its sharding.
 
     Args:
-        layout: "decoding" as `part_specs`, "training" as `mtpjax.models.sharding.param_spec`.
-        allow_copies: let devices hold copies of sizes that an axis does not divide; training always does.
+        layout: "decoding" (see `part_specs`) or "training" (see `mtpjax.models.sharding.param_spec`).
+        allow_copies: replicate along an axis that does not divide a size; training always does.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -211,7 +211,7 @@ def param_part_spec(path: str, shape: tuple[int, ...], config: ModelConfig, size
 
 def _state_axes(path: str) -> tuple[str | None, ...]:
     if path.split("/")[0] in ("policy", "drafting_disabled"):
-        return ()  # all rows share them
+        return ()  # shared by all rows
     return CACHE_AXES.get(path.rsplit("/", 1)[-1], ("batch",))
 
 
@@ -227,14 +227,14 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
         # before `align_blocks`.
         is_split = parts > 1 and size % parts == 0 and (axis == "batch" or units.get(axis or "", 1) % parts == 0)
         names.append(name if is_split else None)
-    # The shortest form, in which jit returns arrays: P("data") and P("data", None) are one layout, but two programs.
+    # Use the shortest form, as jit's outputs do: P("data") and P("data", None) are the same layout but compile twice.
     while names and names[-1] is None:
         names.pop()
     return PartitionSpec(*names)
 
 
 def _units(path: str, config: ModelConfig) -> dict[str, int]:
-    """Returns the number of units of each axis of an array: heads of one kind, experts, columns, tokens."""
+    """Returns the number of indivisible units along each array axis: heads of one kind, experts, columns, tokens."""
     is_delta = "delta/" in path or path.endswith(("/state", "/conv"))
     of_attention = config.num_key_value_heads if config.attention == "grouped" else config.num_attention_heads
     ffn = config.intermediate_size
@@ -263,7 +263,7 @@ def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> An
         parts = sizes.get(spec[axis], 1) if axis < len(spec) and spec[axis] else 1
         own = leaf.values.shape[axis] // parts
         if name.endswith("experts/gate_up"):
-            # The kernels take gate, up and down of experts in blocks of one size: that of `down`.
+            # The expert kernels need one block size for gate, up and down: use the one of `down`.
             parts = sizes.get("tensor", 1)
             parts = parts if config.moe_intermediate_size % parts == 0 else 1
             own = config.moe_intermediate_size // parts

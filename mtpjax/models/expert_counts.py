@@ -23,7 +23,7 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
         tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
 
     Returns:
-        `[E]` counts by layer, such as "layer_3". Layers without experts are omitted.
+        `[E]` counts, keyed by layer name, such as "layer_3". Layers without experts are omitted.
 
     Raises:
         ValueError: the model has no routed experts.
@@ -37,15 +37,15 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
 def count_on_shards(
     params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int
 ) -> jax.Array:
-    """Like `count_expert_tokens`, with the sharding of decoding: one pass like a prefill call.
+    """Does the same as `count_expert_tokens` with decoding's sharding, in one pass like a prefill call.
 
     Args:
-        tokens: `[P, b, T]` int32 right-padded texts of each shard of `data`.
-        lengths: `[P, b]` int32; 0: no text.
+        tokens: `[P, b, T]` int32 right-padded texts, P shards of the `data` axis with b texts each.
+        lengths: `[P, b]` int32 text lengths; 0: an unused row.
         capacity: slots of the pass's cache, at least T.
 
     Returns:
-        `[L, E]` int32 counts of each layer of `expert_layers`.
+        `[L, E]` int32 counts, one row per layer of `expert_layers`.
     """
     config = model.config
     num_shards, rows, T = tokens.shape
@@ -76,7 +76,7 @@ def _count_chosen(
     model: MTPModel,
     capacity: int | None = None,
 ) -> dict[str, jax.Array]:
-    """Counts the experts that the tokens `is_used [B, T]` choose, by layer; with a cache in a pass like prefill's."""
+    """Counts the experts chosen by the tokens `is_used [B, T]`, per layer; with a cache the pass is like prefill."""
     (B, T), E = tokens.shape, model.config.n_routed_experts
     if cache is None or capacity is None:
         view = full_view(model.config, is_used.astype(jnp.int32))
@@ -86,10 +86,10 @@ def _count_chosen(
     _, kept = model.apply({"params": params}, tokens, view, cache, method="run_trunk", mutable=["router"])
 
     def count(ids: jax.Array) -> jax.Array:
-        # Devices with different experts along `data` route the rows of all, so each counts only its own rows.
+        # If `data` splits the experts, each device routes the rows of all devices, so it counts only its own rows.
         if len(ids) > B * T:
             ids = jax.lax.dynamic_slice_in_dim(ids, first_row(B * T), B * T)
-        # An id of E or more is not counted.
+        # Ids of E or more are not counted.
         return jnp.bincount(jnp.where(is_used.reshape(-1, 1), ids, E).ravel(), length=E)
 
     layers: Any = kept["router"]["trunk"]

@@ -16,12 +16,12 @@ from mtpjax.models.parallel import axes_that_divide, num_shards
 def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, config: ModelConfig) -> dict[str, Any]:
     """Moves the experts of a layer to new slots.
 
-    On a mesh, the devices pass their slots around in a ring, and each copies those that it needs. A device holds at
-    most its old slots, its new ones, and those in transit.
+    On a mesh, the devices pass their slots around in a ring, and each device copies the slots that it needs. A device
+    holds at most its old slots, its new slots, and the slots in transit.
 
     Args:
         experts: parameters of the layer's experts, with a placement. On a mesh they are sharded for decoding.
-        placement: the tables of the new one (`placement_tables`), with the same number of slots.
+        placement: tables of the new placement (`placement_tables`), with the same number of slots.
 
     Returns:
         The parameters that change: the stacks, with the same bits for each expert, and the placement.
@@ -35,7 +35,7 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
     if not over:
         return {**jax.tree.map(lambda leaf: leaf[source], stacks), "placement": placement}
     assert not any(kind is AxisType.Manual for kind in mesh.axis_types)
-    # One array at a time, so that only shards of one are in transit.
+    # Move one array at a time, so that only its shards are in transit.
     specs = part_specs({"experts": stacks}, config, sizes)["experts"]
     move = lambda stacks, source: jax.tree.map(lambda leaf: _take_around_ring(leaf, source, over), stacks)
     moved = jax.shard_map(move, in_specs=(specs, PartitionSpec()), out_specs=specs, check_vma=False)(stacks, source)
@@ -45,14 +45,16 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
 def _take_around_ring(own: jax.Array, source: jax.Array, over: tuple[str, ...]) -> jax.Array:
     """Returns this device's shard of `leaf[source]`, where `own` is its shard of `leaf` along the axes `over`.
 
-    XLA's automatic partitioning of `leaf[source]` would make the whole leaf on every device.
+    XLA's automatic partitioning of `leaf[source]` would materialise the whole leaf on every device.
     """
     num_devices, device, size = math.prod(map(num_shards, over)), jax.lax.axis_index(over), len(own)
     wanted = jax.lax.dynamic_slice_in_dim(source, device * size, size)
     from_next = [(sender, (sender - 1) % num_devices) for sender in range(num_devices)]
 
     def take(passing: jax.Array, taken: jax.Array, step: jax.Array | int) -> jax.Array:
-        """Copies the slots that this device needs from those in transit, of the device `step` places further."""
+        """Copies the slots that this device needs from those in transit, the slots of the device `step` positions
+        further.
+        """
         place = wanted - (device + step) % num_devices * size
         is_here = ((place >= 0) & (place < size)).reshape(size, *[1] * (own.ndim - 1))
         return jnp.where(is_here, jnp.take(passing, place, axis=0, mode="clip"), taken)

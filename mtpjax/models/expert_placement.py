@@ -1,9 +1,9 @@
 """Places the experts of a mixture on devices by how often tokens choose them, with copies of the busiest.
 
 Where experts are split over devices, a layer takes as long as its busiest device. Routers are uneven: a few experts get
-a large share of the tokens. Copies of these and a placement that mixes frequent with rare experts balance the devices,
+a large share of the tokens. Copying these experts and mixing busy with idle experts on each device balances the load,
 as in DeepSeek's expert-parallel load balancer ("EPLB"). Results do not change, because a copy has its expert's weights.
-A placement is for decoding only. `mtpjax.models.expert_counts` counts the tokens, and `mtpjax.models.expert_moves`
+Placements apply only to decoding. `mtpjax.models.expert_counts` counts the tokens, and `mtpjax.models.expert_moves`
 changes a placement on the devices.
 """
 
@@ -20,15 +20,15 @@ import numpy as np
 from mtpjax.messages import require
 from mtpjax.models.parallel import axes_that_divide
 
-STACKS = ("gate_up", "gate_up_bias", "down", "down_bias")  # parameters with a first axis of experts
+STACKS = ("gate_up", "gate_up_bias", "down", "down_bias")  # parameters whose first axis is experts
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The experts of one layer on a number of devices.
+    """The placement of one layer's experts on devices.
 
     Attributes:
-        expert_of_slot: `[S]` int32, the expert in each slot; a device has S / devices neighbouring slots.
+        expert_of_slot: `[S]` int32, the expert in each slot; each device has S / devices consecutive slots.
         loads: `[devices]` float, the measured share of the tokens that each device processes.
     """
 
@@ -37,12 +37,12 @@ class Placement:
 
     @classmethod
     def measured(cls, expert_of_slot: np.ndarray, counts: np.ndarray, num_devices: int) -> "Placement":
-        """Computes the loads of devices from counts; the copies of an expert share its tokens equally.
+        """Computes the device loads from token counts; the copies of an expert share its tokens equally.
 
         Args:
             expert_of_slot: `[S]` int32.
             counts: `[E]` tokens that chose each expert.
-            num_devices: devices that share the slots.
+            num_devices: devices over which the slots are split.
         """
         counts = np.asarray(counts, float)
         share = counts / np.bincount(expert_of_slot, minlength=len(counts))
@@ -51,12 +51,12 @@ class Placement:
 
     @property
     def imbalance(self) -> float:
-        """Load of the busiest device over the mean; 1 is even."""
+        """Load of the busiest device divided by the mean load; 1 is perfectly balanced."""
         return float(self.loads.max() / self.loads.mean()) if self.loads.sum() else 1.0
 
 
 def num_expert_slots(params: dict) -> int | None:
-    """Returns the slots of a model's stacks of experts, copies included; None without experts."""
+    """Returns the number of expert slots per layer, copies included; None for a model without experts."""
     trunk = params.get("trunk")
     layers = trunk.values() if isinstance(trunk, Mapping) else ()
     stacks = (layer["experts"].get("down") for layer in layers if isinstance(layer, Mapping) and "experts" in layer)
@@ -64,13 +64,13 @@ def num_expert_slots(params: dict) -> int | None:
 
 
 def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
-    """Returns the number of devices over which a mesh shards the experts in decoding; 1 if it does not."""
+    """Returns the number of devices over which decoding splits the experts on a mesh; 1 if it does not split them."""
     parts = lambda axis: sizes.get(axis, 1)
     return math.prod(map(parts, axes_that_divide(num_expert_slots(params) or 1, parts)))
 
 
 def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
-    """Places the experts of a layer.
+    """Places one layer's experts.
 
     First, each extra slot goes to the expert with the most tokens per copy. Then slots are assigned to devices in order
     of decreasing load, each to the least loaded device that has a free slot.
@@ -78,10 +78,10 @@ def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = 
     Args:
         counts: `[E]` tokens that chose each expert.
         num_devices: devices over which experts are split: `data x expert` of the mesh.
-        num_slots: slots of all devices together, a multiple of their number; None: E, rounded up.
+        num_slots: total slots, a multiple of the number of devices; None: E, rounded up to such a multiple.
 
     Raises:
-        ValueError: there are fewer slots than experts, or the devices do not divide them.
+        ValueError: there are fewer slots than experts, or the number of devices does not divide the slots.
 
     Example:
         >>> import numpy as np
@@ -95,7 +95,7 @@ def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = 
     num_slots = -(-num_experts // num_devices) * num_devices if num_slots is None else num_slots
     if num_slots < num_experts or num_slots % num_devices:
         raise ValueError(
-            f"num_slots must be a multiple of {num_devices} devices and at least {num_experts}, got {num_slots}"
+            f"num_slots must be at least {num_experts} and a multiple of the {num_devices} devices, got {num_slots}"
         )
     # 1. Copies.
     copies = np.ones(num_experts, int)
@@ -105,7 +105,7 @@ def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = 
     slot_loads = (counts / copies)[slots]
     # 2. Devices.
     members: list[list[int]] = [[] for _ in range(num_devices)]
-    free = [(0.0, device) for device in range(num_devices)]  # a heap: load and number of devices with a free slot
+    free = [(0.0, device) for device in range(num_devices)]  # a heap of (load, index) of devices with a free slot
     for slot in np.argsort(-slot_loads, kind="stable").tolist():
         load, device = heapq.heappop(free)
         members[device].append(int(slots[slot]))
@@ -115,25 +115,24 @@ def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = 
 
 
 def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
-    """Applies placements to the experts of a model.
+    """Applies placements to a model's experts.
 
     Args:
-        placements: of trunk layers by name, such as "layer_3". Layers that are missing, and the MTP modules, get the
-            same number of slots, with copies of their first experts: experts of all layers are split alike.
+        placements: placements keyed by trunk layer name, such as "layer_3". All layers must have the same number of
+            slots, so missing layers and the MTP modules get copies of their first experts.
 
     Returns:
         The parameters, for decoding with the same model.
 
     Raises:
-        ValueError: no placement is given, they differ in their number of slots, or a layer has no experts.
+        ValueError: there are no placements, their numbers of slots differ, or a layer has no experts.
     """
     counts = {len(placement.expert_of_slot) for placement in placements.values()}
-    require(len(counts) == 1, f"placements must have one number of slots, got {sorted(counts)}")
+    require(len(counts) == 1, f"placements must all have the same number of slots, got {sorted(counts)}")
     [num_slots] = counts
     trunk = dict(params["trunk"])
     for name in placements:
-        if "experts" not in trunk.get(name, {}):
-            raise ValueError(f"{name} is not a trunk layer with experts")
+        require("experts" in trunk.get(name, {}), f"{name} is not a trunk layer with experts")
 
     def place(layer: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
         slots = np.arange(num_slots, dtype=np.int32) % layer["experts"]["router"].shape[-1]
@@ -156,16 +155,16 @@ def place_all_layers(
 
     Args:
         num_devices: devices over which experts are split: `data x expert` of the mesh.
-        num_redundant: copies per layer, of all experts together.
-        counts: `[E]` tokens that chose each expert, by layer, as `count_expert_tokens` returns them. In missing layers
-            all experts count the same. None: in all layers.
+        num_redundant: additional slots for copies, per layer.
+        counts: result of `count_expert_tokens`. Layers without counts assume equal use of all experts. None: all layers
+            do.
 
     Returns:
         The parameters, for decoding with the same model.
 
     Raises:
-        ValueError: the model has no routed experts, the devices do not divide the experts and their copies, or the
-            counts are for a different number of experts.
+        ValueError: the model has no routed experts, the number of devices does not divide the slots, or the counts are
+            for a different number of experts.
     """
     placements = {}
     for name, layer in params["trunk"].items():
@@ -173,22 +172,22 @@ def place_all_layers(
             num_experts = layer["experts"]["router"].shape[-1]
             chosen = (counts or {}).get(name, np.ones(num_experts))
             if np.shape(chosen) != (num_experts,):
-                raise ValueError(f"{name} has {num_experts} experts, but there are counts {np.shape(chosen)}")
+                raise ValueError(f"{name} has {num_experts} experts, but its counts have shape {np.shape(chosen)}")
             placements[name] = place_experts(chosen, num_devices, num_experts + num_redundant)
     require(bool(placements), "the model has no routed experts")
     return apply_placement(params, placements)
 
 
 def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str, Any]:
-    """Returns a layer's experts in these slots, with the tables that `choose_slots` reads."""
-    # Values and scales of fp8 weights have the experts as their first axis, too.
+    """Copies a layer's experts into these slots, and adds the tables that `choose_slots` reads."""
+    # The first axis of fp8 values and scales is experts, too.
     taken = {name: jax.tree.map(lambda leaf: leaf[expert_of_slot], experts[name]) for name in STACKS if name in experts}
     tables = placement_tables(expert_of_slot, experts["router"].shape[-1])
     return {**experts, **taken, "placement": jax.tree.map(jnp.asarray, tables)}
 
 
 def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, np.ndarray]:
-    """Makes the tables of a placement, which a layer's parameters hold under "placement".
+    """Makes the tables of a placement, which are stored as "placement" in a layer's parameters.
 
     Their shapes depend only on the numbers of slots S and experts E, so a program works for every placement.
 
@@ -197,8 +196,8 @@ def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, 
         num_experts: E.
 
     Returns:
-        int32 arrays: `expert_of_slot [S]`, `slots_of_expert [E, S - E + 1]`, whose rows repeat the slots of an expert,
-        and `num_slots [E]`, how many these are.
+        int32 arrays: `expert_of_slot [S]`, `slots_of_expert [E, S - E + 1]`, in which each expert's slots repeat to
+        fill its row, and `num_slots [E]`, the number of slots per expert.
 
     Raises:
         ValueError: an expert has no slot.

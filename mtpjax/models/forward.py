@@ -19,13 +19,13 @@ from mtpjax.models.view import Entries, Recycled
 class DepthsOutput(flax.struct.PyTreeNode):
     """A teacher-forced pass over `[B, T]` tokens.
 
-    Row i of depth k (index k-1) predicts t[i+k+1]. Rows from T-k on have no input and hold garbage.
+    Position i of depth k (index k-1) predicts t[i+k+1]. Positions from T-k on have no input and hold garbage.
     """
 
     logits: jax.Array  # [B, T, V] float32
     hidden: jax.Array  # [B, T, D] after the final norm
-    mtp_logits: tuple[jax.Array, ...]  # per depth [B, T, V] float32
-    mtp_hidden: tuple[jax.Array, ...]  # per depth [B, T, D], after the module's norm
+    mtp_logits: tuple[jax.Array, ...]  # [B, T, V] float32 per depth
+    mtp_hidden: tuple[jax.Array, ...]  # [B, T, D] per depth, after the module's norm
 
 
 class ForwardOutput(DepthsOutput):
@@ -56,8 +56,9 @@ def forward(
         lengths: `[B]` int32 lengths of right-padded rows, instead of `segment_ids`.
         num_depths: number of MTP depths; None: the number of modules. Depths beyond that run the last module again on
             its output (recycled depths).
-        attention_layout: entries that a recycled depth attends to. "ttt": true entries of the prefix and the entries of
-            its drafts, as in decoding (training-time test, EAGLE-3, 2503.01840). "stream": the entries of this depth.
+        attention_layout: entries that a recycled depth attends to. "ttt": the prefix's teacher-forced entries and the
+            entries of its drafts, as in decoding (training-time test, EAGLE-3, 2503.01840). "stream": the entries of
+            this depth only.
         is_detached: stop the gradients from the depths to the trunk and to the shared embedding and head.
 
     Returns:
@@ -119,12 +120,12 @@ def trunk_states(
     """Runs only the trunk over whole rows, as in `forward`.
 
     Args:
-        layer_ids: n layers whose input states are returned as well; needs unrolled layers. The number of layers means
-            the output of the last one, before the final norm, and one more means the output of this norm.
+        layer_ids: n layers whose input states are also returned; needs unrolled layers. For a trunk of L layers, id L
+            means the last layer's output before the final norm, and L + 1 the output of that norm.
 
     Returns:
-        `[B, T, (n + 1) * D]`: the states that enter the layers `layer_ids`, side by side, and then those that the MTP
-        modules read. `forward_depths` continues from the latter, `forward_drafter` from all.
+        `[B, T, (n + 1) * D]`: the input states of the layers `layer_ids`, concatenated, followed by the states that the
+        MTP modules read. `forward_depths` continues from the latter, `forward_drafter` from all of them.
     """
     if not layer_ids:
         return _trunk_pass(params, tokens, segment_ids, model)[0]
@@ -154,7 +155,7 @@ def forward_depths(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> DepthsOutput:
-    """Runs the head and the MTP depths over hidden states `[B, T, D]` of `trunk_states`; the rest as in `forward`.
+    """Runs the head and the MTP depths over hidden states `[B, T, D]` from `trunk_states`; otherwise as `forward`.
 
     Raises:
         ValueError: for an unknown layout, or depths without modules.
@@ -182,7 +183,7 @@ def forward_depths(
         shifted, is_valid = shift_left(tokens, depth), segment_ids == shift_left(segment_ids, depth)
         recycled = None
         if depth <= modules:
-            # A module reads the trunk's states, or those of the previous module.
+            # A module reads the trunk's states or the previous module's.
             source = mtp_hidden if config.mtp_chaining == "trunk" else chained_hidden
         else:
             # A recycled depth reads its own output. Its draft sits one position further per level.
@@ -193,7 +194,7 @@ def forward_depths(
         output, chained_hidden, entries = apply(
             source, shifted, view, recycled, index=index, is_valid=is_valid, method="run_module"
         )
-        # Later levels attend to the last module's true entries, and to each recycled level's own.
+        # Later levels attend to the last module's teacher-forced entries, and to the entries of each recycled level.
         if depth == modules:
             base = entries
         elif recycled is not None:

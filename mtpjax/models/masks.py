@@ -29,7 +29,7 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
     view = View(rotary_angles(config, positions), mask, segment_ids=segment_ids)
     if not config.has_sliding_layers:
         return view
-    # Within a segment, differences of places are differences of positions.
+    # Within a segment, index differences equal position differences.
     is_near = index[:, :, None] + shift - index[:, None, :] < config.sliding_window
     sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), mask & is_near, window=config.sliding_window)
     return view.replace(sliding=sliding)
@@ -55,15 +55,16 @@ def cached_view(
         num_valid: `[B]` tokens that are certainly committed, if known before the pass; recurrent layers then advance
             their state at once. None: acceptance decides later.
         tree: the tokens form a draft tree. None: each token follows the previous one.
-        window: (newest positions, sinks). A token attends to that number of newest positions, itself included, and to
-            the first slots, the sinks. Other slots are not read. None: a token attends to all text before it.
-        is_used: `[B, T]` bool tokens whose outputs are read. Others, such as those of free rows and padding, are not
-            routed to experts. None: all.
+        window: (window size, number of sinks). A token attends to the newest positions within the window, itself
+            included, and to the first slots, the sinks. Other slots are not read. None: a token attends to all text
+            before it.
+        is_used: `[B, T]` bool, True for tokens whose outputs are read. The others (free rows and padding) are not
+            routed to experts. None: all are used.
     """
     # Positions: consecutive in a chain, by depth in a tree.
     positions = start[:, None] + jnp.arange(width)[None, :] if tree is None else tree.base[:, None] + tree.depths
     mask, span, reach = _visible_slots(start, positions, capacity, tree, window)
-    # Layers with a window attend at most to it, regardless of the window of the pass.
+    # Sliding-window layers never attend beyond their own window, whatever the window of the pass.
     sliding = None
     if config.has_sliding_layers:
         own = config.sliding_window if window is None else min(config.sliding_window, window[0])
@@ -82,7 +83,7 @@ def cached_view(
 def _visible_slots(
     start: jax.Array, positions: jax.Array, capacity: int, tree: TreeSlots | None, window: tuple[int, int] | None
 ) -> tuple[jax.Array, Span | None, Reach]:
-    """Returns mask, span and reach of a pass whose tokens have `positions [B, T]`; the rest as in `cached_view`."""
+    """Returns mask, span and reach of a pass with tokens at `positions [B, T]`; other arguments as in `cached_view`."""
     width = positions.shape[1]
 
     def is_visible(slots: jax.Array) -> jax.Array:
@@ -93,7 +94,7 @@ def _visible_slots(
             is_text &= (slots > place - window[0]) | (slots < window[1])
         return is_text if tree is None else is_text | _is_ancestor(tree, slots[:, 0])
 
-    # 1. The kernels' form.
+    # 1. The compact form, which the kernels read.
     if tree is None:
         reach = Reach(start, is_visible(positions), is_chain=True)
     else:
@@ -101,7 +102,7 @@ def _visible_slots(
     if window is not None:
         reach = reach.replace(begin=positions - window[0] + 1, sinks=window[1])
 
-    # 2. The mask over the slots that are read: all of them, or with a window the sinks and the newest ones.
+    # 2. The mask over the slots that are read: all of them or, with a window, the sinks and the newest slots.
     size = capacity
     if window is not None:
         # At least two sinks, because `attend` treats a source of one slot specially.
@@ -120,15 +121,15 @@ def _visible_slots(
 
 
 def _newest(ancestor_mask: jax.Array, window: int) -> jax.Array:
-    """Keeps the newest `window` ancestors of each node, itself included: nodes come after their ancestors."""
+    """Keeps the newest `window` ancestors of each node, itself included. Ancestors come before their descendants."""
     from_end = jnp.cumsum(ancestor_mask[:, :, ::-1].astype(jnp.int32), axis=2)[:, :, ::-1]
     return ancestor_mask & (from_end <= window)
 
 
 def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:
-    """Returns `[B, T, X]` whether slots `[B, X]` hold a token that each node of the tree attends to."""
+    """Returns `[B, T, X]` bool: True where slot x holds a token that node t of the tree attends to."""
     # The mask is packed into 32-bit words and read by shifts. Arithmetic fuses into the computation of every layer's
-    # scores; the result of a gather would be laid out slots first, which is slow to read on a CPU.
+    # scores; the result of a gather would have slots as its slowest axis, which is slow to read on a CPU.
     index = (slots - tree.base[:, None])[:, None]
     is_seen = jnp.zeros((), bool)
     for begin in range(0, tree.ancestor_mask.shape[2], 32):

@@ -1,4 +1,4 @@
-"""The whole model as a linen module: trunk, MTP modules, shared embedding and head."""
+"""The whole model as a Flax linen module: trunk, MTP modules, shared embedding and head."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from pallas_kernels.top_k import top_k
 
 
 class TrunkOutput(flax.struct.PyTreeNode):
-    """A pass of the trunk over `[B, T]` tokens."""
+    """Output of a trunk pass over `[B, T]` tokens."""
 
     hidden: jax.Array  # [B, T, D] after the final norm: the head reads it
     prenorm: jax.Array  # [B, T, D] before the final norm
@@ -35,12 +35,12 @@ class TrunkOutput(flax.struct.PyTreeNode):
 
 
 class Trunk(nn.Module):
-    """All decoder layers, in one of two forms; `stack_layers` and `unstack_layers` convert the parameters.
+    """The decoder layers, unrolled or scanned. `stack_layers` and `unstack_layers` convert the parameters.
 
-    Unrolled layers have parameters `layer_i` and a cache each. Decoding uses this form, because a scan would copy every
+    Each unrolled layer has parameters `layer_i` and a cache. Decoding uses this form, because a scan would copy every
     weight in each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows, without a
-    cache. Training uses this form, because it compiles one layer instead of all. For the backward pass a scanned layer
-    keeps the weight products (`_is_kept`); with `remat` it keeps only its input and runs again.
+    cache. Training uses this form, because XLA then compiles one layer instead of all. For the backward pass a scanned
+    layer keeps the results of its weight matmuls (`_is_kept`); with `remat` it keeps only its input and runs again.
     """
 
     config: ModelConfig
@@ -67,13 +67,13 @@ class Trunk(nn.Module):
             )
         selection: Masks | None = None
         if self.scanned:
-            # One scan per run of repeating kinds. The carry needs a constant structure, so a selection exists from the
-            # start; the first layer's indexer replaces it.
+            # One scan per run of repeating kinds. The carry needs a constant structure, so it starts with a
+            # placeholder selection, which the first layer's indexer replaces.
             if config.index_topk:
                 selection = (view.mask,)
             period_type = _Period
             if num_shards("fsdp") > 1:
-                # Inside the rematerialised part, so that the backward pass gathers again and no whole layer is kept.
+                # Gather inside the rematerialised part: the backward pass gathers again, so no whole layer is kept.
                 gather = functools.partial(gather_layers, config=config)
                 period_type = nn.map_variables(_Period, "params", trans_in_fn=gather)
             stretch = nn.remat(period_type, prevent_cse=False, policy=None if self.remat else _is_kept)
@@ -101,7 +101,7 @@ class Trunk(nn.Module):
 
 
 class _Period(nn.Module):
-    """The `period` layers from layer `first` on, which a scan repeats with other parameters."""
+    """The `period` layers from layer `first` on, which a scan repeats with different parameters."""
 
     config: ModelConfig
     first: int
@@ -119,10 +119,10 @@ class _Period(nn.Module):
 
 
 def _is_kept(primitive, *_, **settings) -> bool:
-    """Returns whether the backward pass of a scanned layer keeps a result: it keeps the products with weights.
+    """Returns whether a scanned layer keeps a result for the backward pass: it keeps the results of weight matmuls.
 
-    Norms, activations and attention are recomputed. Attention's products have two batch axes, for rows and heads.
-    Keeping everything takes more memory for all layers, which costs more time than the recomputation.
+    Norms, activations and attention are recomputed. Attention matmuls are recognised by their two batch axes, rows and
+    heads. Keeping everything would take more memory, which costs more time than the recomputation.
     """
     if primitive.name != "dot_general":
         return False
@@ -178,7 +178,7 @@ class MTPModel(nn.Module):
         scan_layers: use stacked trunk layers in one scan, the form for training (`mtpjax.models.trunk.stack_layers`).
             False: unrolled layers, the form for decoding.
         remat: keep only the input of each trunk layer and module for the backward pass.
-        dtype: dtype that layers compute in; None takes the embedding's. Layers cast their weights to it.
+        dtype: dtype that layers compute in, to which they cast their weights; None: the embedding's dtype.
         implementation: "xla", "triton" or "auto" for every kernel (`pallas_kernels.dispatch`).
 
     Returns:
@@ -220,7 +220,7 @@ class MTPModel(nn.Module):
             self.mtp_head = [self.param(f"mtp_head_{index}", matrix, shape) for index in modules]
 
     def __call__(self, tokens: jax.Array) -> None:
-        """Uses every parameter once, so that `init` makes it."""
+        """Uses every parameter once, so that `init` creates all of them."""
         view = full_view(self.config, jnp.ones_like(tokens))
         chained_hidden = self.mtp_input_hidden(self.run_trunk(tokens, view))
         for index in range(self.config.num_mtp_modules):
@@ -234,7 +234,7 @@ class MTPModel(nn.Module):
         Args:
             tokens: `[B, T]` int32.
             cache: the trunk's cache; None for a pass over whole rows.
-            layer_ids: layers whose input states are returned as well.
+            layer_ids: layers whose input states are also returned.
         """
         prenorm, cache, states = self.trunk(self._embed(self.embedding, tokens), view, cache, layer_ids=layer_ids)
         return TrunkOutput(self.norm_final(prenorm), prenorm, states, cache)
@@ -244,7 +244,7 @@ class MTPModel(nn.Module):
         return output.hidden if self.config.mtp_hidden_post_norm else output.prenorm
 
     def head_input_hidden(self, mtp_hidden: jax.Array) -> jax.Array:
-        """Computes the hidden states that the head reads from those that the MTP modules read."""
+        """Converts the hidden states that the MTP modules read to those that the head reads."""
         return mtp_hidden if self.config.mtp_hidden_post_norm else self.norm_final(mtp_hidden)
 
     def run_module(
@@ -261,10 +261,10 @@ class MTPModel(nn.Module):
 
         Args:
             hidden: `[B, T, D]` hidden states, of the trunk or of the previous module.
-            tokens: `[B, T]` int32, the token after each hidden state's position (one later per module).
+            tokens: `[B, T]` int32; module k reads the token k + 1 positions after each hidden state.
             layer_cache: the module's layer of a cache; `Recycled` for a recycled depth over whole rows; None for a
                 pass over whole rows.
-            is_valid: `[B, T]` bool; embeddings of other tokens count as zero. None: all are valid.
+            is_valid: `[B, T]` bool; embeddings of invalid tokens are zero. None: all are valid.
 
         Returns:
             The states that the head reads `[B, T, D]`, the states that the next depth reads `[B, T, D]`, and the
@@ -292,7 +292,7 @@ class MTPModel(nn.Module):
         return rows if self.dtype is None else rows.astype(self.dtype)
 
     def head_matrix(self, *, index: int | None = None) -> jax.Array:
-        """Returns the head `[D, V]`: the trunk's, or that of module `index` if it has one."""
+        """Returns the head `[D, V]` of module `index` if it has a separate one, else the trunk's."""
         if index is not None and self.config.mtp_own_head:
             return self.mtp_head[index]
         return self.embedding.T if self.config.tie_word_embeddings else self.head
@@ -306,10 +306,10 @@ class MTPModel(nn.Module):
         return multiply_head(hidden, self.head_matrix(index=index))
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
-        """Computes the `k` best logits without storing all of them; padding ids are left out.
+        """Computes the `k` largest logits without storing all of them; ids that only pad the table are excluded.
 
         Returns:
-            The k best logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits
+            The k largest logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits
             `[...]` float32.
         """
         # A tied embedding is read in its own layout [V, D]: a transpose would copy it.

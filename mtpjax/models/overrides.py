@@ -1,4 +1,4 @@
-"""Changes single fields of a `ModelConfig` according to training settings and the command line."""
+"""Overrides single fields of a `ModelConfig` from training settings and the command line."""
 
 import dataclasses
 import difflib
@@ -16,11 +16,11 @@ _PLAIN_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), 
 
 
 def check_field_name(name: str, prefix: str = "") -> None:
-    """Raises `ValueError`, with the nearest names after `prefix`, unless `ModelConfig` has a field of this name."""
+    """Raises `ValueError`, with suggestions that include `prefix`, unless `ModelConfig` has a field of this name."""
     if name in MODEL_FIELDS:
         return
     near = difflib.get_close_matches(name, MODEL_FIELDS, n=3)
-    # Without a similar name the list of all fields helps more than a guess.
+    # If no name is similar, list all fields instead of guessing.
     guess = " or ".join(", ".join(f"{prefix}{each}" for each in near).rsplit(", ", 1))
     hint = f"did you mean {guess}?" if near else f"the fields are {', '.join(MODEL_FIELDS)}"
     raise ValueError(f"unknown setting {prefix}{name}: {hint}")
@@ -30,7 +30,7 @@ def model_changes(model: ModelConfig | Mapping[str, Any] | Iterable[tuple[str, A
     """Reads the fields to change, and makes their values hashable.
 
     Args:
-        model: a whole architecture, which sets every field; a mapping or pairs of some fields; None: no field.
+        model: a `ModelConfig`, which sets every field; a mapping or (name, value) pairs of some fields; None: no field.
 
     Raises:
         ValueError: a field is unknown, or a value has the wrong type.
@@ -70,11 +70,11 @@ def _hashable_value(name: str, value: Any) -> Any:
 def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
     """Changes fields of an architecture; `changes` are from `model_changes`.
 
-    `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if their values in the base
-    follow from its fields. With `hidden_size` 96 instead of 64, four heads are then 24 wide, not 16.
+    If the base's `head_dim` and `num_key_value_heads` are the defaults for its other fields, they are recomputed for
+    the changed fields. With `hidden_size` 96 instead of 64, four heads are then 24 wide, not 16.
 
     Raises:
-        ValueError: the values do not fit together.
+        ValueError: the values are inconsistent.
     """
     follow = {}
     if base.attention == "grouped":

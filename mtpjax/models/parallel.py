@@ -1,7 +1,7 @@
 """A device's shard of a model inside `shard_map`: sizes of shards, and sums over devices.
 
 Outside `shard_map` a model has one shard, and every function here is the identity. Inside, the axes of the mesh are
-manual: the modules make parameters of the shard's size, and add what the shards computed.
+manual: the modules make parameters of the shard's size, and sum the shards' results.
 """
 
 import math
@@ -13,17 +13,17 @@ from jax.sharding import AxisType
 from pallas_kernels.partial_sums import PartialSums
 
 EXPERT_AXES = (("data", "expert"), ("data",), ("expert",))  # tried in this order
-# Whether the weights have the layout of decoding; part of the key of JAX's caches.
+# True if the weights have decoding's layout; part of JAX's cache key.
 decoding_layout = jax.make_user_context(False)
 
 
 def has_decoding_layout() -> bool:
-    """Returns whether the code that is traced runs in `run_on_shards`, which shards experts as decoding does."""
+    """Returns whether the code being traced runs in `run_on_shards`, which shards experts as decoding does."""
     return decoding_layout.value
 
 
 def num_shards(axis: str) -> int:
-    """Returns the number of devices along a manual axis of the mesh; 1 without such an axis."""
+    """Returns the number of devices along a manual axis of the mesh; 1 if the axis does not exist or is not manual."""
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.axis_names:
         return 1
@@ -43,7 +43,7 @@ def is_split(size: int, axis: str) -> bool:
 
 
 def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the manual axes that split the experts, slowest first, and those of them that also split the rows.
+    """Returns the manual axes that split the experts, slowest-varying first, and the subset that also splits the rows.
 
     Along the latter, each device runs its experts for the rows of all devices. Decoding splits experts over `data` and
     `expert` where these divide their number, and rows over `data`. Training splits experts over `expert`, and rows over
@@ -56,7 +56,7 @@ def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tu
 def axes_that_divide(
     size: int, parts: Callable[[str], int], candidates: tuple[tuple[str, ...], ...] = EXPERT_AXES
 ) -> tuple[str, ...]:
-    """Returns the first candidate whose axes all have several devices and together divide a size; () if none does.
+    """Returns the first candidate whose axes all have several devices and whose product divides a size, or ().
 
     Args:
         parts: returns the number of devices along an axis.
@@ -70,7 +70,7 @@ def axes_that_divide(
 
 
 def add_parts(sums: PartialSums, size: int, axis: str) -> PartialSums:
-    """Sums a product over the devices of `axis` if they split its `size` inputs."""
+    """Sums a matmul's partial results over the devices along `axis` if the axis splits its `size` inputs."""
     if not is_split(size, axis):
         return sums
     return PartialSums(jax.lax.psum(sums.total(), axis)[None], sums.dtype)
@@ -88,14 +88,14 @@ def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
 
 
 def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
-    """Gathers `[local B, ...]` to `[B, ...]` along some axes."""
-    # Axes of one device, and calls outside `shard_map`, need no communication.
+    """Gathers `[local B, ...]` to `[B, ...]` along these mesh axes."""
+    # Axes with one device, and calls outside `shard_map`, need no communication.
     axes = tuple(axis for axis in axes if num_shards(axis) > 1)
     return jax.lax.all_gather(rows, axes, tiled=True) if axes else rows
 
 
 def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
-    """Joins the shards of an array along `axis`, if training's axis `fsdp` splits its `size`.
+    """Joins the shards of an array along `axis`, if the mesh axis `fsdp` splits it; `size` is its full size.
 
     The gradient is summed over these devices and scattered back.
     """

@@ -1,4 +1,4 @@
-"""Parameters of a model: initialise them, describe them, add MTP modules, and find those of the modules."""
+"""Model parameters: initialise and describe them, add MTP modules, and find the modules' parameters."""
 
 import dataclasses
 import functools
@@ -28,18 +28,18 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_shardings, path_name
 from mtpjax.models.trunk import unstack_layers
 
-# Top-level names of a drafter in the parameters of its trunk: its network, and the token of each column of its head.
+# Top-level names of a drafter within its trunk's parameters: its network, and the token id of each head column.
 DRAFTER, DRAFT_IDS = "drafter", "draft_ids"
 
 
 @library_settings()
 def init_params(model: MTPModel, key: jax.Array, mesh: Mesh | None = None) -> dict:
-    """Draws random parameters: embedding with variance 1, matrices with variance 1 / inputs, norms at identity.
+    """Draws random parameters: embedding with variance 1, matrices with variance 1 / fan-in, identity norms.
 
     Args:
         model: the model; `scan_layers` decides between stacked and unrolled layers.
         key: a `jax.random` key.
-        mesh: draws them in training's shards on this mesh; None: one device.
+        mesh: mesh on which to create the parameters, sharded as for training; None: one device.
 
     Returns:
         The parameters, float32.
@@ -63,7 +63,7 @@ def _draw_params(model: MTPModel, key: jax.Array, mesh: Mesh | None) -> dict:
     return params if mesh is None else jax.lax.with_sharding_constraint(params, param_shardings(params, mesh))
 
 
-@functools.cache  # commands ask for the same model repeatedly, and tracing it takes time
+@functools.cache  # commands use the same model repeatedly, and tracing takes time
 def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
     """Returns the shapes and dtypes of a model's parameters without allocating any.
 
@@ -78,7 +78,7 @@ def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
 
 
 def check_params(params: dict, model: MTPModel) -> None:
-    """Checks that a tree holds the parameters of a model.
+    """Checks that a tree has the structure and shapes of a model's parameters.
 
     Raises:
         UsageError: a parameter is missing or unexpected, or has a different shape. The message lists the first one.
@@ -114,7 +114,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         key: a `jax.random` key for the first module.
 
     Returns:
-        The model with `num_modules` more modules, and its parameters. New ones have the embedding's dtype.
+        The model with `num_modules` more modules, and its parameters. New parameters have the embedding's dtype.
 
     Raises:
         ValueError: for num_modules < 1, or if the existing modules have separate embeddings or heads.
@@ -145,7 +145,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
 
     params = dict(params)
     for index in range(first, first + num_modules):
-        # A further module copies the one before it.
+        # A new module copies the module before it.
         if index:
             params[f"mtp_{index}"] = copy(params[f"mtp_{index - 1}"])
             continue
@@ -166,12 +166,12 @@ def shard_for_decoding(
         model: the model.
         params: its parameters, with unrolled layers.
         mesh: the mesh.
-        allow_copies: copy sizes that an axis does not divide.
+        allow_copies: replicate along an axis that does not divide a size.
 
     Returns:
-        The model and the parameters to decode with, which give the same results. Where `tensor` has more devices
-        than there are key/value heads, heads are copied so that each device has one. fp8 blocks may become smaller, as
-        in `align_blocks`.
+        The model and the parameters to decode with, which give the same results. If `tensor` has more devices than
+        there are key/value heads, heads are copied so that each device has one. fp8 blocks may become smaller, as in
+        `align_blocks`.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -207,7 +207,7 @@ def fit_to_mesh(
 
 
 def is_of_modules(name: str) -> bool:
-    """Returns whether a top-level parameter belongs to the MTP modules or to a separate drafter."""
+    """Returns whether a top-level parameter name belongs to the MTP modules or to a separate drafter."""
     return name.startswith("mtp_") or name == DRAFTER
 
 

@@ -12,7 +12,7 @@ class _Presets(dict[str, ModelConfig]):
         raise ValueError(f"unknown preset '{name}'{did_you_mean(name, self)}; there are {', '.join(self)}")
 
 
-# Narrow and deep: on a CPU a pass over three tokens then costs little more than one token, and a draft costs little.
+# Narrow and deep, so that on a CPU a pass over three tokens costs little more than over one, and drafts are cheap.
 _TINY = ModelConfig(
     vocab_size=256,
     hidden_size=64,

@@ -14,7 +14,7 @@ class BlockScaled(flax.struct.PyTreeNode):
     """A weight as fp8 values with a float32 scale per block; `astype` dequantises it.
 
     DeepSeek-V3 stores `[out, in]` matrices in 128 x 128 blocks. Here a weight's axes may be factored and in any order,
-    so `scales` has the same axes: the input axis is shorter by the factor `block`, and the others are repeated.
+    so `scales` has the same axes: the input axis is shorter by the factor `block`, and scales repeat along the others.
     """
 
     values: jax.Array  # fp8
@@ -43,14 +43,14 @@ class BlockScaled(flax.struct.PyTreeNode):
 
 
 def is_scaled(leaf) -> bool:
-    """Returns whether a parameter is `BlockScaled`; serves as `is_leaf` of tree maps."""
+    """Returns whether a parameter is `BlockScaled`; use it as `is_leaf` in tree maps."""
     return isinstance(leaf, BlockScaled)
 
 
 def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
     """Multiplies `x [..., D]` by a weight `[D, ...]`: `[..., F]` in x's dtype, F the size of the weight's other axes.
 
-    XLA first writes out fp8 weights in x's dtype; the kernel does not.
+    XLA first dequantises fp8 weights to an array in x's dtype; the kernel does not.
     """
     return partial_product(x, weight, implementation=implementation).total()
 
@@ -62,9 +62,9 @@ def partial_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementa
 
 
 def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> tuple[PartialSums, ...]:
-    """Computes `partial_product` of the same rows and several weights, by the kernel in one launch."""
+    """Computes `partial_product` of the same rows with several weights, in one kernel launch."""
     matrices = [_as_matrix(weight, x.shape[-1]) for weight in weights]
-    # One launch takes scales of one block size; weights with several sizes run one by one.
+    # One launch supports one block size; weights with different sizes run one by one.
     if len({block for _, scales, block in matrices if scales is not None}) > 1:
         return tuple(partial_product(x, weight, implementation=implementation) for weight in weights)
     block = next((block for _, scales, block in matrices if scales is not None), 128)
@@ -79,10 +79,10 @@ def gated_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementati
 
 
 def _as_matrix(weight: jax.Array | BlockScaled, D: int) -> tuple[jax.Array, jax.Array | None, int]:
-    """Returns a weight `[D, ...]` as a matrix `[D, F]`, and the scales `[blocks, F]` and block size of fp8."""
+    """Returns a weight `[D, ...]` as a matrix `[D, F]`, and for fp8 its scales `[blocks, F]` and block size."""
     if not isinstance(weight, BlockScaled):
         return weight.reshape(D, -1), None, 128
-    # Scales are per block of inputs, so the other axes are joined and the input axis is not.
+    # Scales are per block of inputs, so only the other axes are flattened.
     assert weight.axis == -weight.ndim, "the input axis must be the first"
     values = weight.values.reshape(D, -1)
     return values, weight.scales.reshape(-1, values.shape[1]), weight.block

@@ -1,4 +1,4 @@
-"""Scalings of rotary frequencies beyond the length that a model was first trained on; static and hashable."""
+"""Rotary scalings for texts longer than the original training length; static and hashable."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ class Yarn:
     mscale: float = 0.0  # 0: not set
     mscale_all_dim: float = 0.0  # 0: not set
     truncate: bool = True  # the ramp starts and ends at whole pairs
-    attention_factor: float | None = None  # of cosines and sines; None: `rotation_factor` computes it
+    attention_factor: float | None = None  # factor of cosines and sines; None: see `rotation_factor`
 
     def magnitude(self, mscale: float = 1.0) -> float:
         """Returns YaRN's attention temperature, `0.1 * mscale * ln(factor) + 1`."""
@@ -27,7 +27,7 @@ class Yarn:
 
     @property
     def rotation_factor(self) -> float:
-        """Factor of cosines and sines: as transformers, `mscale` counts only together with `mscale_all_dim`."""
+        """Factor of cosines and sines. As in transformers, `mscale` applies only together with `mscale_all_dim`."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -61,11 +61,11 @@ RopeScaling = Yarn | Llama3Scaling | LinearScaling
 
 
 def make_scaling(values: Mapping[str, Any]) -> RopeScaling:
-    """Makes a rotary scaling from its values.
+    """Makes a rotary scaling from its stored fields.
 
     Args:
-        values: fields of the scaling. `rope_type` "linear" or the key `low_freq_factor` identifies the type; others are
-            YaRN.
+        values: fields of the scaling. `rope_type` "linear" means linear, the key `low_freq_factor` Llama 3, anything
+            else YaRN.
 
     Raises:
         TypeError: a field is missing or unknown.

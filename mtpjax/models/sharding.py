@@ -15,7 +15,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.parallel import gather_axis
 from mtpjax.models.quantized import is_scaled
 
-# (pattern, axis names): the first pattern found in a parameter's path counts. Parameters without a pattern (norms,
+# (pattern, axis names): the first pattern that matches a parameter's path applies. Parameters that match none (norms,
 # routers) are replicated.
 PARAMETER_AXES = (
     (r"embedding(_\d+)?$", ("vocab", "embed")),
@@ -43,11 +43,11 @@ MESH_AXES = {
 
 
 def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Splits one parameter over a mesh for training. An array axis that its mesh axis does not divide is not split.
+    """Returns one parameter's partition spec for training. Array axes that their mesh axis does not divide stay whole.
 
     Args:
-        path: its path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight are split
-            like the weight. Stacked layers (`trunk/group_...`) have an additional first axis.
+        path: the parameter's path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight
+            are split like the weight. Stacked layers (`trunk/group_...`) have an additional first axis.
     """
     axes = (None,) * path.startswith("trunk/group_") + param_axes(path)
     names = (MESH_AXES.get(axis or "", "") for axis in axes)
@@ -57,7 +57,7 @@ def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P
 
 
 def param_axes(path: str) -> tuple[str | None, ...]:
-    """Returns the names of a parameter's axes, without that of stacked layers; nothing for norms and routers."""
+    """Returns a parameter's axis names, without the axis of stacked layers; () for norms and routers."""
     path = re.sub("/(values|scales)$", "", path)
     return next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
 
@@ -73,10 +73,10 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def gather_layers(params: Any, config: ModelConfig) -> Any:
-    """Joins the shards of layers that training splits over `fsdp`, along the axis that has the model's width.
+    """Joins the `fsdp` shards of training's layer parameters, along their model-width axis.
 
     Args:
-        params: a tree of parameters whose paths end as those of a layer, without an axis of stacked layers.
+        params: a tree whose paths end like a layer's parameter paths, without an axis of stacked layers.
     """
 
     def gather(path, leaf):
@@ -104,10 +104,10 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def num_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    """Returns the number of shards into which a mesh cuts an array.
+    """Returns the number of shards into which a mesh splits an array.
 
     Args:
-        spec: the array's partition spec; an axis of the array may name several axes of the mesh.
+        spec: the array's partition spec; an array axis may be split over several mesh axes.
     """
     named = ((names,) if isinstance(names, str) else names for names in spec if names)
     return math.prod(sizes[axis] for axes in named for axis in axes)
@@ -121,24 +121,24 @@ def param_shardings(params: dict, mesh: Mesh) -> dict:
 
 
 def shard_params(params: dict, mesh: Mesh) -> dict:
-    """Moves parameters to their shardings over `mesh`. Arrays that already have theirs are not copied."""
+    """Moves parameters to their shardings over `mesh`. Arrays that already have the right sharding are not copied."""
     return jax.tree.map(jax.device_put, params, param_shardings(params, mesh))
 
 
 def read_parts(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array from the shards of this process's devices, and reads nothing twice.
+    """Makes an array from the shards that this process's devices need, and reads nothing twice.
 
     Args:
-        read: returns the shard between these `(begin, end)` of each axis.
+        read: reads a shard, given the `(begin, end)` of each axis.
     """
     cuts = {
         device: tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     }
-    # The devices of a process mostly hold neighbouring shards, which fill a box. It is read at once, because a file is
-    # read by rows: a shard of the columns would read all of its rows.
+    # The devices of a process usually hold neighbouring shards, which together fill a box. Read the box at once,
+    # because files are read in whole rows, even if a shard needs only some columns.
     parts = sorted(set(cuts.values()))
     box = tuple(
         (min(begin), max(end)) for begin, end in (zip(*along, strict=True) for along in zip(*parts, strict=True))
@@ -165,10 +165,10 @@ def mesh_of(array: jax.Array) -> Mesh | None:
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Returns JAX's name of the mesh's platform, or of the default one: "cpu" or "gpu"."""
+    """Returns JAX's name for the mesh's platform (without a mesh, the default platform): "cpu" or "gpu"."""
     return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
 
 
 def data_size(mesh: Mesh | None) -> int:
-    """Returns the number of shards of the rows: the size of the mesh's axis `data`."""
+    """Returns the number of shards that the rows are split into: the size of the mesh axis `data`."""
     return 1 if mesh is None else mesh.shape.get("data", 1)

@@ -1,10 +1,10 @@
-"""The view of a pass: positions and masks of its tokens, and the storage of the cache slots that they read and write.
+"""The view of a pass: its tokens' positions and masks, and the storage of the cache slots that they read and write.
 
-A cache keeps its slots in one of two forms, a `Storage`. `ContiguousRows` reserves the longest text for every row:
-arrays are `[B, ..., S, H]`. `Pages` (vLLM, 2309.06180) is a pool of pages that all rows share, with a table of each
-row's pages: a row takes as many pages as its text needs, in any order, and rows with a common prefix can share pages.
-Arrays are `[P, ..., size, H]`. Contiguous rows are the plain twin; `tests/models/test_pages.py` compares them. In both
-forms the slot axis is the last but one.
+A cache keeps its slots in one of two forms, a `Storage`. `ContiguousRows` reserves space for the longest text in every
+row: arrays are `[B, ..., S, H]`. `Pages` (vLLM, 2309.06180) is a pool of pages that all rows share, with a table of
+each row's pages: a row takes as many pages as its text needs, in any order, and rows with a common prefix can share
+pages. Arrays are `[P, ..., size, H]`. Contiguous rows are the simple reference; `tests/models/test_pages.py` compares
+the two. In both forms the slot axis is the last but one.
 """
 
 import flax.struct
@@ -17,7 +17,7 @@ from pallas_kernels.fp8 import as_stored
 from pallas_kernels.paged import NO_PAGE
 
 Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
-Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` row i attends only to entry i
+Masks = tuple[jax.Array, ...]  # bool `[B, T, S]` per source of keys; `[B, T, 1]`: token i attends only to entry i
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
@@ -41,9 +41,9 @@ def read_rows(buffer: jax.Array, start: jax.Array, width: int, *, axis: int = 1)
 
 
 class ContiguousRows(flax.struct.PyTreeNode):
-    """Storage in which every row has its slots next to each other: cache arrays are `[B, ..., S, H]`."""
+    """Storage in which each row's slots are contiguous: cache arrays are `[B, ..., S, H]`."""
 
-    table = None  # the page table that kernels read
+    table = None  # no page table
     shift = 0
 
     def running(self, done: jax.Array) -> "ContiguousRows":
@@ -55,7 +55,7 @@ class ContiguousRows(flax.struct.PyTreeNode):
         return self
 
     def num_slots(self, capacity: int) -> int:
-        """Returns the slots of a row, at most `capacity`."""
+        """Returns the number of slots per row, at most `capacity`."""
         return capacity
 
     def write(self, kept: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -73,28 +73,28 @@ class ContiguousRows(flax.struct.PyTreeNode):
         return jax.lax.slice_in_dim(kept, 0, num_slots, axis=kept.ndim - 2)
 
     def places(self, start: jax.Array, width: int) -> tuple[jax.Array, jax.Array] | None:
-        """Returns page and place of each slot for the kernels that append; None: contiguous."""
+        """Returns the page and offset of each slot for the kernels that append; None: contiguous."""
         return None
 
 
 class Pages(flax.struct.PyTreeNode):
-    """Storage in pages: the page table of a batch. Methods are those of `ContiguousRows`.
+    """Paged storage, described by a batch's page table. It has the methods of `ContiguousRows`.
 
     Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it in the page of that token, at
     position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens after the page.
     """
 
-    table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none
+    table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: unmapped
     num_shared: jax.Array  # [B] int32: positions at the start that are never written, because other rows read them
     size: int = flax.struct.field(pytree_node=False)  # positions per page
-    num_pages: int = flax.struct.field(pytree_node=False)  # of the pool
-    max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift of the batch's caches
+    num_pages: int = flax.struct.field(pytree_node=False)  # in the pool
+    max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift among the batch's caches
     shift: int = flax.struct.field(pytree_node=False, default=0)  # slot i of the cache is at position i + shift
     is_of_drafter: bool = flax.struct.field(pytree_node=False, default=False)  # the cache is not the trunk's
 
     @classmethod
     def empty(cls, batch: int, capacity: int, pool: tuple[int, int], max_shift: int) -> "Pages":
-        """Makes the table of rows without pages; `pool` is the number of pages and the positions per page."""
+        """Makes the table of rows without pages; `pool` is (number of pages, positions per page)."""
         table = jnp.full((batch, -(-(capacity + max_shift) // pool[1])), NO_PAGE, jnp.int32)
         return cls(table, jnp.zeros(batch, jnp.int32), pool[1], pool[0], max_shift)
 
@@ -110,17 +110,17 @@ class Pages(flax.struct.PyTreeNode):
 
     @property
     def _num_slots(self) -> int:
-        """Slots for which every cache of the batch has room."""
+        """Number of slots that fit into every cache of the batch."""
         return self.table.shape[1] * self.size - self.max_shift
 
     def write(self, kept: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        """Writes entries as `ContiguousRows` does; drops those of slots without a page and at shared positions.
+        """Writes entries as `ContiguousRows` does; drops entries for slots without a page and at shared positions.
 
-        Rows that write to the same page may not write the same slots of it.
+        Rows that write to the same page must write to different slots.
         """
-        # Attention multiplies masked values by 0, and NaN stays NaN. A drafter's NaN ends no request, so in its pages
-        # it would spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears
-        # its pages.)
+        # Attention multiplies masked values by 0, but 0 * NaN is NaN. NaN in a drafter does not end the request, so
+        # it would stay in the page and spoil the drafts of every later row that gets it. (NaN in the trunk ends the row
+        # and clears its pages.)
         if self.is_of_drafter:
             new = jnp.where(jnp.isfinite(new), new, 0)
         axis = kept.ndim - 2
@@ -135,12 +135,12 @@ class Pages(flax.struct.PyTreeNode):
         return paged.gather_pages(kept, self.table, shift=self.shift, num_slots=num_slots or self._num_slots)
 
     def places(self, start: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """Returns page and place of each slot to write, `[B, T]` int32; slots at shared positions have no page."""
+        """Returns the page and offset of each slot to write, `[B, T]` int32; slots at shared positions have no page."""
         page, place, position = self._locate(start, width)
         return jnp.where(position < self.num_shared[:, None], NO_PAGE, page), place
 
     def _locate(self, start: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns page, place within the page, and position in the text of each slot, `[B, T]` int32."""
+        """Returns each slot's page, offset within the page, and position in the text, `[B, T]` int32."""
         position = start[:, None] + jnp.arange(width)[None, :] + self.shift
         page = jnp.take_along_axis(self.table, position // self.size, axis=1, mode="fill", fill_value=NO_PAGE)
         return page, position % self.size, position
@@ -172,11 +172,11 @@ class Span(flax.struct.PyTreeNode):
 class Reach(flax.struct.PyTreeNode):
     """`View.mask` in a compact form, which the attention kernels read."""
 
-    base: jax.Array  # [B] slots of text; each token attends to all of them, or those within its window
+    base: jax.Array  # [B] slots of text; each token attends to all of them or, with a window, to those inside it
     ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
     begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
     sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the start that are always attended to
-    # Token t is in slot base + t and attends to all slots up to it.
+    # Token t is in slot base + t and attends to all slots up to its own.
     is_chain: bool = flax.struct.field(pytree_node=False, default=False)
 
 
@@ -199,11 +199,11 @@ class View(flax.struct.PyTreeNode):
     segment_ids: jax.Array | None = None  # [B, T] documents of packed rows
     num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
     span: Span | None = None  # None: the whole cache is read
-    reach: Reach | None = None  # of a pass with a cache
-    storage: Storage = CONTIGUOUS  # of the cache's slots
-    is_used: jax.Array | None = None  # [B, T] bool: other tokens are not routed to experts; None: all are used
-    all_used: jax.Array | None = None  # `is_used` of the rows of all devices
-    sliding: Window | None = None  # used instead in layers with a sliding window
+    reach: Reach | None = None  # set in a pass with a cache
+    storage: Storage = CONTIGUOUS  # where the cache keeps its slots
+    is_used: jax.Array | None = None  # [B, T] bool: unused tokens are not routed to experts; None: all are used
+    all_used: jax.Array | None = None  # `is_used` for the rows of all devices
+    sliding: Window | None = None  # replaces these fields in layers with a sliding window
     window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token attends to; 0: all
 
     def of_layer(self, *, is_sliding: bool) -> "View":
@@ -212,8 +212,8 @@ class View(flax.struct.PyTreeNode):
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array] | None:
-        """Page of each token's new entry, and the place within it, `[B, T]` int32; None: contiguous."""
-        assert self.start is not None, "a pass with a cache takes a cached view"
+        """Page of each token's new entry and offset within the page, `[B, T]` int32; None: contiguous."""
+        assert self.start is not None, "a pass with a cache needs a view from cached_view"
         return self.storage.places(self.start, self.mask.shape[1])
 
 
@@ -226,10 +226,10 @@ class TreeSlots(flax.struct.PyTreeNode):
 
 
 class Recycled(flax.struct.PyTreeNode):
-    """Keys of a recycled MTP depth in a full pass: row i attends to `base` up to i, and entry i of later levels.
+    """Keys of a recycled MTP depth in a full pass: token i attends to `base` up to i, and to entry i of later levels.
 
-    Decoding attends to the same entries: true ones of the prefix, then those of the draft (training-time test, EAGLE-3,
-    2503.01840).
+    Decoding attends to the same entries: the prefix's teacher-forced entries, then the draft's (training-time test,
+    EAGLE-3, 2503.01840).
     """
 
     base: Entries

@@ -1,4 +1,4 @@
-"""One device's shard of the vocabulary: look-ups, sums and maxima over columns that `tensor` may split.
+"""Look-ups, sums and maxima over the vocabulary axis, which `tensor` may split over devices.
 
 Inside `shard_map` a device has the logits `[..., local V]` of its shard of the vocabulary, and the other devices have
 the rest. Each function here combines the shards and gives every device the result for the whole vocabulary. Except for
@@ -47,7 +47,7 @@ class Vocabulary:
         return ids if self.axis is None else ids + self.first_id(own_size)
 
     def columns(self, tokens: jax.Array, own_size: int) -> jax.Array:
-        """Returns the column of each token, or `local V`, which scatters drop, if a different device has it."""
+        """Returns each token's local column, or `local V` (which scatters drop) if a different device has it."""
         if self.axis is None:
             return tokens
         columns = tokens - self.first_id(own_size)
@@ -61,7 +61,7 @@ class Vocabulary:
         return jax.lax.dynamic_slice_in_dim(whole, self.first_id(own_size), own_size, axis=-1)
 
     def gather(self, values: jax.Array) -> jax.Array:
-        """Joins the shards `[..., local V]` to `[..., V]`. The only function that sends all columns."""
+        """Joins the shards `[..., local V]` to `[..., V]`. Only this function sends all columns between devices."""
         if self.axis is None:
             return values
         return jax.lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
@@ -70,8 +70,9 @@ class Vocabulary:
         """Reads entries at given tokens from the devices that have them. Exact: the other devices add zeros.
 
         Args:
-            read: reads the entries of columns, integers in the shape of `tokens`; further axes may follow.
-            tokens: integer ids of the whole vocabulary.
+            read: reads the entries of local columns, given as integers in the shape of `tokens`; its result may have
+                more axes.
+            tokens: global token ids, integers.
             own_size: local V.
         """
         if self.axis is None:
@@ -83,10 +84,10 @@ class Vocabulary:
         return jax.lax.psum(jnp.where(is_own, entries, 0), self.axis)
 
     def at(self, rows: jax.Array, index: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
-        """Reads `rows[index, tokens]` of `rows [R, local V]`, with token ids of the whole vocabulary."""
+        """Reads `rows[index, tokens]` from `rows [R, local V]`; `tokens` are global ids."""
         return self.look_up(lambda columns: rows[index, columns], tokens, rows.shape[-1])
 
-    # Reductions over the last axis. Sums of shards are rounded in a different order than on one device.
+    # Reductions over the last axis. Summing shards rounds in a different order than on one device.
 
     def sum(self, values: jax.Array, *, keepdims: bool = False) -> jax.Array:
         """Sums `[..., local V]` over the vocabulary."""
@@ -99,14 +100,14 @@ class Vocabulary:
         return largest if self.axis is None else jax.lax.pmax(largest, self.axis)
 
     def argmax(self, values: jax.Array) -> jax.Array:
-        """Finds the token of the largest value, the lowest id among equal ones: `[..., local V]` to `[...]` int32."""
+        """Finds the token with the largest value: `[..., local V]` to `[...]` int32. Ties go to the lowest id."""
         tokens = jnp.argmax(values, axis=-1).astype(jnp.int32)
         if self.axis is None:
             return tokens
         return self.merge_top(values.max(axis=-1, keepdims=True), tokens[..., None], values.shape[-1])[1][..., 0]
 
     def top_k(self, values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """Finds the k largest of `[..., local V]`: values and tokens `[..., k]`, of equal ones the lower id first."""
+        """Finds the k largest of `[..., local V]`: values and tokens `[..., k]`. Ties go to the lower id."""
         if self.axis is None:
             return top_k(values, k)
         return self.merge_top(*top_k(values, min(k, values.shape[-1])), values.shape[-1], k)
@@ -114,24 +115,24 @@ class Vocabulary:
     def merge_top(
         self, values: jax.Array, columns: jax.Array, own_size: int, k: int | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Merges the largest values of each shard: the devices exchange pairs of a value and a token.
+        """Merges the largest values of all shards: the devices exchange (value, token) pairs.
 
         Args:
-            values: `[..., n]` largest values of this shard, largest first, the lower column first among equal ones.
-            columns: `[..., n]` their columns.
+            values: `[..., n]` largest values of this shard, in descending order, ties by ascending column.
+            columns: `[..., n]` columns of these values.
             own_size: local V.
-            k: how many to keep, in the same order; None: n.
+            k: number of values to keep, in the same order; None: n.
         """
         if self.axis is None:
             return values, columns
         pairs = (values, columns + self.first_id(own_size))
-        # In the order of the devices, so that the first of equal values has the lowest token.
+        # Gather in device order, so that among equal values the first has the lowest token.
         values, tokens = jax.lax.all_gather(pairs, self.axis, axis=values.ndim - 1, tiled=True)
         largest, place = jax.lax.top_k(values, k or columns.shape[-1])
         return largest, jnp.take_along_axis(tokens, place, axis=-1)
 
     def softmax(self, values: jax.Array) -> jax.Array:
-        """Computes the softmax of `[..., local V]` whose largest value in the vocabulary is 0."""
+        """Computes the softmax of `[..., local V]`. The maximum over the whole vocabulary must be 0."""
         if self.axis is None:
             return jax.nn.softmax(values, axis=-1)
         unnormalised = jnp.exp(values)
@@ -142,7 +143,7 @@ class Vocabulary:
         return self.merge_logsumexp(jax.nn.logsumexp(values, axis=-1))
 
     def merge_logsumexp(self, own: jax.Array) -> jax.Array:
-        """Computes the log-sum-exp `[...]` of the vocabulary from that of each shard."""
+        """Computes the log-sum-exp `[...]` of the whole vocabulary from each shard's log-sum-exp."""
         return own if self.axis is None else jax.nn.logsumexp(jax.lax.all_gather(own, self.axis), axis=0)
 
     def one_hot(self, tokens: jax.Array, own_size: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A few rows times a matrix, optionally fp8 with block scales: chooses the kernel or a plain form.
+"""Multiplies a few rows by a matrix, optionally fp8 with block scales: chooses a kernel or plain JAX.
 
 Limit: the bytes of the matrix. With at most 64 rows, reading the weights takes longer than multiplying them, so the
 kernel is optimised for its loads.
@@ -29,8 +29,8 @@ MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
     """Multiplies a few rows by a matrix: `x @ weights`, or `x @ (weights * scales)` with block scales.
 
-    DeepSeek-V3 (2412.19437, section 3.3) stores float8_e4m3fn with one scale per 128 x 128 block. Here every output has
-    its own scale for each block of inputs; a checkpoint's scales are repeated along the outputs.
+    DeepSeek-V3 (2412.19437, section 3.3) stores float8_e4m3fn with one scale per 128 x 128 block. Here every output
+    column has a scale for each block of inputs; a checkpoint's scales are repeated along the outputs.
 
     The kernel multiplies weights as they are stored, scales the sum of each block, accumulates in float32 and rounds
     once. "xla" rounds each scaled weight to x's dtype first. On ROCm the kernel reads a NaN of float8_e4m3fn as 480.
@@ -41,7 +41,7 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
         weights: [D, F] floating, such as float8_e4m3fn.
         scales: [ceil(D / block), F] floating, or None for weights without scales.
         block: Number of neighbouring inputs that share a scale.
-        implementation: As for every op, or "jax_triton" (a kernel called through the package jax_triton). More than 64
+        implementation: As for every op, or "jax_triton" (a kernel called through the jax_triton package). More than 64
             rows always run "xla".
 
     Returns:
@@ -57,7 +57,8 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
 def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementation="auto") -> PartialSums:
     """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs: parts [P, ..., F].
 
-    `dtype` is that of x in the products, and of their total; None: x's. The kernel converts x while it loads.
+    `dtype` is the dtype that x is multiplied in and of the total; None: x's dtype. The kernel converts x while it
+    loads.
     """
     [sums] = partial_matmuls(x, ((weights, scales),), block=block, dtype=dtype, implementation=implementation)
     return sums
@@ -66,16 +67,16 @@ def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementa
 def partial_matmuls(
     x, matrices: Sequence[tuple], *, block=128, dtype=None, implementation="auto"
 ) -> tuple[PartialSums, ...]:
-    """Computes `partial_matmul` of the same rows and several matrices, by the kernel in one launch.
+    """Computes `partial_matmul` of the same rows with several matrices, in one kernel launch.
 
-    `matrices` are pairs of weights [D, F] and scales or None. The kernel takes weights of one dtype, all of them with
-    scales or none.
+    `matrices` are pairs of weights [D, F] and scales or None. One kernel launch needs weights of the same dtype, either
+    all with scales or all without.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     for matrix in matrices:
         check_matrix(x, *matrix, block=block)
     kinds = {(weights.dtype, scales is not None) for weights, scales in matrices}
-    # A launch takes weights of one kind; matrices of several kinds run one by one.
+    # A launch takes weights of one kind; matrices of different kinds run one by one.
     if len(kinds) > 1:
         each = functools.partial(partial_matmul, x, block=block, dtype=dtype, implementation=implementation)
         return tuple(each(*matrix) for matrix in matrices)
@@ -168,16 +169,16 @@ def choose_for_few_rows(
     make_case: Callable[[Shape], Case],
     has_jax_triton_form: bool = False,
 ) -> str:
-    """Returns the implementation that an op runs: "xla" for no rows, or for more rows than the kernels take.
+    """Returns the implementation that an op runs; "xla" for no rows or for more rows than the kernels support.
 
     Args:
         x: [..., D].
         matrices: Pairs of weights [D, F] and scales or None, all of one kind.
-        has_jax_triton_form: The op also has a kernel for the package jax_triton.
+        has_jax_triton_form: Whether the op also has a jax_triton kernel.
     """
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
     rows = x.size // D if D else 0
-    # The kernels take few rows, and any number within `batch_invariant`.
+    # The kernels support few rows, or any number within `batch_invariant`.
     has_few_rows = 0 < rows <= (rows if is_batch_invariant() else MAX_ROWS) and F > 0
     reasons = (_find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(matrices[0][0].dtype)}
@@ -190,18 +191,18 @@ def choose_for_few_rows(
         if not HAS_JAX_TRITON:
             obstacle = "the packages jax_triton and triton are not installed"
         elif weights_dtype.itemsize == 1 and weights_dtype != jnp.float8_e4m3fn:
-            obstacle = f"the kernel of jax_triton takes no weights of {weights_dtype}"
+            obstacle = f"the jax_triton kernel does not support {weights_dtype} weights"
         if obstacle is None:
             offered.append("jax_triton")
         elif implementation == "jax_triton":
             raise ValueError(obstacle)
-    # Many rows run XLA, but a request for an unknown implementation is still an error.
+    # Many rows run in XLA, but an unknown implementation still raises an error.
     chosen = choose(op, implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
     return chosen if has_few_rows else "xla"
 
 
 def _find_unsupported_reason(weights, scales, block: int) -> str | None:
-    """Returns why the kernels of few rows cannot take these weights, or None if they can.
+    """Returns why the few-row kernels do not support these weights, or None if they do.
 
     Args:
         weights: [D, F].
@@ -209,14 +210,14 @@ def _find_unsupported_reason(weights, scales, block: int) -> str | None:
     """
     # A tile must fit into a block of inputs, and Pallas uses 32-bit offsets for any array of at most 2^32 bytes.
     if scales is not None and (block < 16 or block & (block - 1)):
-        return f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
+        return f"the kernel needs blocks of 16, 32, 64, ... inputs, not of {block}"
     if weights.dtype.itemsize == 1 and weights.size >= 2**31:
-        return f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
+        return f"weights {weights.shape} have 2^31 elements or more, which exceeds 32-bit offsets"
     return None
 
 
 def make_matrix_case(op: Callable[..., Any], shape: Shape) -> Case:
-    """Makes a case of an op whose arguments are rows, a matrix and its scales."""
+    """Makes a `Case` for an op whose arguments are rows, a matrix and its scales."""
     keys, D, F = random_keys(), shape["inputs"], shape["outputs"]
     arrays = random_normal(keys, (shape["rows"], D), shape["dtype"]), random_normal(keys, (D, F), shape["weights"])
     return op, (*arrays, jnp.ones((-(-D // 128), F))) if shape["weights"].startswith("float8") else arrays

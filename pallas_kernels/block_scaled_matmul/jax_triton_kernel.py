@@ -1,7 +1,7 @@
-"""The kernel of few rows in Triton's own language, called through the optional package jax_triton.
+"""The few-row kernel in Triton's own language, called through the optional jax_triton package.
 
 It is an alternative to the Pallas kernel (`kernel.py`) with the same tiles, parts and conversions of fp8, for versions
-of JAX without Pallas's Triton backend. This module imports jax_triton and triton, so import it only where they are
+of JAX without Pallas's Triton backend. This module imports jax_triton and triton, so import it only if they are
 installed.
 """
 
@@ -54,7 +54,7 @@ def multiply_few_rows(x, weights, scales, *, tiles, block, dtype, platform) -> j
 def _mend_jax_triton() -> None:
     """Patches jax_triton 0.4.1, which does not support JAX 0.12 or Triton 3.7 and later."""
     library = jax_triton.triton_lib
-    # Its dead-code rule takes one argument fewer than JAX 0.12 passes. JAX's default rule removes unused calls.
+    # Its dead-code rule takes one argument fewer than JAX 0.12 passes. JAX's default rule also removes unused calls.
     library.pe.dce_rules.pop(library.triton_kernel_call_p, None)
     # Triton's AMD compiler reads the cluster size from metadata that jax_triton does not set.
     make_llir = library.hb.HIPBackend.make_llir

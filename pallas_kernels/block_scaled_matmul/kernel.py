@@ -1,8 +1,8 @@
-"""The kernel of `block_scaled_matmul`: a few rows times one matrix, or several matrices in one launch.
+"""The kernel of `block_scaled_matmul`: multiplies a few rows by one matrix, or by several matrices in one launch.
 
 It loads each weight once, 16 bytes per thread, and runs enough programs that tiles are always in flight. One form
-serves 1 to 64 rows and weights of any dtype. Rows are padded to 16 or more, the fewest that tensor cores multiply;
-tensor cores also need fewer instructions per weight than scalar multiplications. Up to 16 rows run the same code in the
+serves 1 to 64 rows and weights of any dtype. Rows are padded to at least 16, the fewest that tensor cores multiply;
+tensor cores also need fewer instructions per weight than scalar multiplication. Up to 16 rows run the same code in the
 same order, so a row gets the same bits alone, in a batch, and among the draft tokens that are verified with it.
 """
 
@@ -22,7 +22,7 @@ TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 
 
 
 def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list[jax.Array]:
-    """Multiplies a few rows by each of several matrices. A program computes a column of tiles of one, or a part of it.
+    """Multiplies a few rows by several matrices. A program computes a column of tiles of one matrix, or a part of it.
 
     Args:
         x: [n, D] floating, n <= 64, or any number within `batch_invariant`.
@@ -38,8 +38,8 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     num_tiles, num_columns = pl.cdiv(D, inputs), [pl.cdiv(F, columns) for F in widths]
     out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
 
-    # Grid: (blocks of rows if several, columns of tiles of one matrix after the other, parts of D). The arrays are
-    # passed whole; the kernel computes its own addresses.
+    # Grid: (row blocks if there are several, tile columns of all matrices in order, parts of D). The arrays are passed
+    # whole, and the kernel computes addresses.
     operands = [array for matrix in matrices for array in matrix if array is not None]
     return pl.pallas_call(
         functools.partial(
@@ -56,7 +56,8 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
         out_shape=[jax.ShapeDtypeStruct((num_parts, n, F), out_dtype) for F in widths],
         grid=(*([num_row_blocks] if num_row_blocks > 1 else []), sum(num_columns), num_parts),
         # Stages prefetch tiles through shared memory. One-byte weights use none: their row order must reach registers
-        # unchanged (see the kernel), and other programs hide the wait. 64 rows use 3 stages, the 64 KB of an MI300X.
+        # unchanged (see the kernel), and other programs hide the latency. 64 rows use 3 stages, which fill the 64 KB of
+        # an MI300X.
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_one_byte else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_row_blocks * padded * D * sum(widths),
@@ -73,9 +74,9 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
 
 
 def choose_tiles(x, matrices, *, block, dtype) -> tuple[int, int, int, int, int]:
-    """Returns a tile's rows, the number of such blocks of rows, a tile's inputs and columns, and the number of parts.
+    """Returns the rows per tile, the number of row blocks, the inputs and columns per tile, and the number of parts.
 
-    The arguments are those of `multiply_few_rows`. The parts stay float32; `PartialSums` adds them.
+    Arguments as in `multiply_few_rows`. The parts stay float32; `PartialSums` adds them.
     """
     (n, D), (weights, scales) = x.shape, matrices[0]
     rows, num_row_blocks = tile_rows(n)
@@ -88,7 +89,7 @@ def choose_tiles(x, matrices, *, block, dtype) -> tuple[int, int, int, int, int]
 
 
 def tile_rows(n: int) -> tuple[int, int]:
-    """Returns the rows of a tile, and the number of such blocks of rows: one, except within `batch_invariant`."""
+    """Returns the rows per tile and the number of row blocks, which is 1 except within `batch_invariant`."""
     if is_batch_invariant():
         return ROWS, pl.cdiv(n, ROWS)
     return max(16, pl.next_power_of_2(n)), 1
@@ -97,7 +98,7 @@ def tile_rows(n: int) -> tuple[int, int]:
 def choose_tile(F: int, weights_dtype, dtype, block: int | None) -> tuple[int, int]:
     """Chooses the tile of the weights.
 
-    It has 16 KB, or less where x is multiplied in float32, because exact float32 products run without tensor cores and
+    It has 16 KB, or less if x is multiplied in float32, because exact float32 products run without tensor cores and
     need more registers. A scaled tile never crosses a block of inputs, so one scale per column covers it.
 
     Args:
@@ -105,7 +106,7 @@ def choose_tile(F: int, weights_dtype, dtype, block: int | None) -> tuple[int, i
         weights_dtype: Dtype of the weights.
 
     Returns:
-        Inputs and columns.
+        Inputs and columns per tile.
     """
     is_float32 = dtype.itemsize == 4
     inputs = 32 if is_float32 else TILE_BYTES // (128 * weights_dtype.itemsize)
@@ -124,8 +125,8 @@ def count_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits with 0 or 15 other
     rows.
 
-    The next kernel adds the parts in one program per row, which takes longer than more than four parts gain, unless
-    fewer than half of the processors would have a program (bfloat16 weights on an H100; docs/results/gpu.md).
+    The next kernel adds the parts in one program per row. Beyond four parts this costs more time than the split saves,
+    unless fewer than half of the processors would have a program (bfloat16 weights on an H100; docs/results/gpu.md).
     """
     max_programs = (3 if is_one_byte else 2) * num_processors()
     num_parts = max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
@@ -156,7 +157,8 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
             sizes = {"block": block, "is_integer_fp8": is_integer_fp8}
             return total + multiply_tile(x, weights_ref, scales_refs, first, column, is_column, **sizes)
 
-        # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
+        # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both to have the same
+        # type.
         num_tiles = pl.cdiv(D, inputs)
         first, last = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
         total = jax.lax.fori_loop(first, last, add_tile, jnp.zeros((padded, columns), jnp.float32))
@@ -199,10 +201,10 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
     Args:
         x: [rows, inputs], from `load_inputs`.
         weights_ref: [D, F].
-        scales_refs: One ref [blocks, F], or none.
+        scales_refs: One ref [blocks, F], or no ref.
         first: First input of the tile.
         column: Columns of the tile.
-        is_column: Mask of the columns inside the matrix; None: all are.
+        is_column: Mask of the columns inside the matrix; None: all columns are inside.
         is_integer_fp8: Integer arithmetic converts the weights (`is_converted_by_integers`).
 
     Returns:

@@ -1,4 +1,4 @@
-"""`block_scaled_matmul` in plain JAX: the reference, and the form that runs where the kernel does not."""
+"""`block_scaled_matmul` in plain JAX: the reference, and the form that runs if the kernel does not."""
 
 import jax
 import jax.numpy as jnp

@@ -6,15 +6,15 @@ the token's correction.
 | op | use | limit on a GPU |
 |---|---|---|
 | `gated_delta_verify` | a few draft tokens: outputs and corrections u, no state | bytes: reads the state |
-| `gated_delta_replay` | the state after the accepted ones | bytes: XLA reads and writes the state, no kernel |
+| `gated_delta_replay` | the state after the accepted tokens | bytes: XLA reads and writes the state (no kernel) |
 | `gated_delta_steps` | a few committed tokens: outputs and the last state | bytes: reads and writes the state |
-| `gated_delta` | prefill and training, by chunks: outputs and the last state | latency, see the kernels |
+| `gated_delta` | prefill and training, in chunks: outputs and the last state | latency, see the kernels |
 
 Verify plus replay move the state three times, for any number W of draft tokens. Keeping a state after each token would
 move it W + 4 times (read, W written; two read and one written to select one) and would hold W states of every layer
 until the tokens are accepted.
 
-Shapes in all ops: q and k `[B, T, K, P]` for K key heads, v `[B, T, J, Q]` for J value heads, all of one floating
+Shapes in all ops: q and k `[B, T, K, P]` for K key heads, v `[B, T, J, Q]` for J value heads, all of the same floating
 dtype. Value head j reads key head j // (J / K). log_decay (at most 0) and beta are `[B, T, J]` float32, the state `[B,
 J, P, Q]` float32. Outputs and corrections are `[B, T, J, Q]` float32.
 """
@@ -62,8 +62,8 @@ def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto")
 def gated_delta_replay(k, log_decay, corrections, state, num_accepted) -> jax.Array:
     """Computes the state after the accepted tokens from the corrections of `gated_delta_verify`.
 
-    The result equals the state that `gated_delta_steps` computes, up to the last bit: compilers may or may not round
-    between product and sum. XLA reads the state once and writes it in place.
+    The result equals the state that `gated_delta_steps` computes except in the last bit, because compilers may or may
+    not round between product and sum. XLA reads the state once and writes it in place.
 
     Args:
         state: The state before the draft tokens.
@@ -89,14 +89,15 @@ def gated_delta_replay(k, log_decay, corrections, state, num_accepted) -> jax.Ar
 def gated_delta(
     q, k, v, log_decay, beta, state, *, segment_ids=None, implementation="auto"
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs many tokens by chunks, for prefill and training.
+    """Processes many tokens in chunks, for prefill and training.
 
     The kernel multiplies in float32 if v is float32. Otherwise it rounds the factors of each product to v's dtype,
     except those of the triangular systems, and accumulates in float32. Differentiable in reverse mode: the backward
     pass differentiates the reference and recomputes the forward pass.
 
     Args:
-        segment_ids: `[B, T]` int32, or None. Each document starts from an empty state, the first one from `state`.
+        segment_ids: `[B, T]` int32 document ids, or None. The first document starts from `state`, later documents from
+            an empty state.
     """
     shape = _checked_sizes(q, k, v, log_decay, beta, state, segment_ids)
     chosen = choose("gated_delta", implementation, ("xla", "triton"), shape)
@@ -106,7 +107,7 @@ def gated_delta(
 
 
 def _checked_sizes(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[str, int | str]:
-    """Returns the sizes that the dispatcher chooses by; raises ValueError for arguments that do not fit together."""
+    """Returns the sizes that the dispatcher uses; raises ValueError for inconsistent arguments."""
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q {q.shape} and v {v.shape} are not [batch, tokens, heads, width]")
     (B, T, K, P), (J, Q) = q.shape, v.shape[2:]
@@ -123,7 +124,7 @@ def _checked_sizes(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[st
     if B * T == 0:
         raise ValueError(f"q {q.shape} holds no tokens")
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(v.dtype, jnp.floating):
-        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, not of one floating dtype")
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, but must have the same floating dtype")
     for name, array in {"log_decay": log_decay, "beta": beta, "state": state}.items():
         if array.dtype != jnp.float32:
             raise ValueError(f"{name} is {array.dtype}, not float32")

@@ -232,7 +232,7 @@ def _chunks_kernel(
 
     Limit, by calculation for an H100: latency. A chunk is five small products, three of which wait for each other, and
     the next chunk waits for the last one. At batch 1 there is about one program per SM, and two pipeline stages load
-    the next chunk meanwhile. float32 spills registers and exceeds the shared memory of an MI300X: it is for tests.
+    the next chunk meanwhile. float32 is only for tests: it spills registers and exceeds the shared memory of an MI300X.
     """
     (num_tokens, padded), (num_chunks, chunk), columns = q_ref.shape, decay_from_state_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns

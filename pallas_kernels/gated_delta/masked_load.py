@@ -1,4 +1,4 @@
-"""Loads and masks that the kernels of the gated delta rule share."""
+"""Loads and masks shared by the gated delta rule kernels."""
 
 import jax.numpy as jnp
 
@@ -6,7 +6,7 @@ from pallas_kernels.backend import triton as plt
 
 
 def bounds_mask(shape, limits):
-    """Returns a mask that is true where each index is below its limit, or None if that is everywhere.
+    """Returns a mask that is true where every index is below its limit, or None if it would be true everywhere.
 
     A mask that is always true would still cost comparisons and registers.
     """
@@ -20,7 +20,7 @@ def bounds_mask(shape, limits):
 
 
 def load_in_bounds(ref, shape, limits):
-    """Loads a ref of this shape in its dtype, with 0 from the limits on; memory beyond the limits is not read."""
+    """Loads a ref of this shape in its dtype, with 0 at and beyond the limits, where memory is not read."""
     mask = bounds_mask(shape, limits)
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0.0)
 

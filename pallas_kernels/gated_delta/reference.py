@@ -1,4 +1,4 @@
-"""The gated delta rule in plain JAX: token by token, which defines the meaning, and by chunks."""
+"""The gated delta rule in plain JAX: token by token, which defines the meaning, and in chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def gated_delta_steps_reference(q, k, v, log_decay, beta, state):
 
 
 def gated_delta_reference(q, k, v, log_decay, beta, state, segment_ids=None):
-    """Computes `gated_delta` by chunks in plain JAX: outputs and the last state.
+    """Computes `gated_delta` in chunks in plain JAX: outputs and the last state.
 
     Within a chunk the corrections `u_i = beta_i (v_i - S_i^T k_i)` solve a unit lower triangular system (the WY form of
     2406.06484 with the decays of 2412.06464).

@@ -1,7 +1,8 @@
-"""A mixture of SwiGLU experts: each token through the experts that its router chose.
+"""A mixture of SwiGLU experts: runs each token through the experts that the router chose for it.
 
 Limit: for few tokens, the bytes of the chosen experts' weights, each read once; for many tokens, multiplications. The
-kernels read only weights of experts that some token chose. XLA's `ragged_dot` and dense products read all experts.
+kernels read only the weights of experts that at least one token chose. XLA's `ragged_dot` and dense products read all
+experts.
 """
 
 import functools
@@ -47,14 +48,13 @@ def grouped_matmul(
 
     `y[t] = sum_j weights[t, j] * ((silu(x[t] Wg) * (x[t] Wu)) Wd)` with the weights of expert `ids[t, j]`.
 
-    fp8 stacks follow DeepSeek-V3 (2412.19437, section 3.3.2), with the scales of its 128 x 128 blocks repeated along
-    the outputs. The kernels read them as fp8; "xla" dequantises first. In the kernels sums are float32, and a row's
-    bits do not depend on other rows while there are at most 64. The kernels are differentiable in reverse mode, except
-    for fp8.
+    fp8 stacks follow DeepSeek-V3 (2412.19437, section 3.3.2), with the scales of 128 x 128 blocks repeated along the
+    outputs. The kernels read them as fp8; "xla" dequantises first. The kernels sum in float32, and a row's bits do not
+    depend on other rows if there are at most 64 rows. The kernels are differentiable in reverse mode, except for fp8.
 
     Args:
         x: [n, D] float32 or bfloat16; "xla" takes any floating dtype.
-        ids: [n, k] integer expert ids. An id of E or more selects no expert.
+        ids: [n, k] integer expert ids. Ids of E or more select no expert.
         weights: [n, k] floating, the router's weights.
         gate_up: [E, D, 2, F] in x's dtype, or float8_e4m3fn.
         down: [E, F, D] in the dtype of `gate_up`.
@@ -67,8 +67,8 @@ def grouped_matmul(
         [n, D] in x's dtype.
 
     Raises:
-        ValueError: A gradient of fp8 kernels was requested, or the kernels for an unsupported dtype of x, or for fp8
-            with odd D or F or a block that is not a multiple of 16.
+        ValueError: A gradient of the fp8 kernels was requested, or the kernels were requested for an unsupported dtype
+            of x, or for fp8 with odd D or F or with a block that is not a multiple of 16.
     """
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
@@ -76,9 +76,9 @@ def grouped_matmul(
     # The kernels' limits: dtypes with a tensor-core form here, and for fp8 pairs of columns and tiles within a block.
     reason = None
     if x.dtype not in (jnp.float32, jnp.bfloat16):
-        reason = f"the kernels take float32 and bfloat16, not {x.dtype}"
+        reason = f"the kernels support float32 and bfloat16, not {x.dtype}"
     elif gate_up_scales is not None and (D % 2 or F % 2 or block % MIN_ROWS):
-        reason = f"fp8 experts of an odd width ({D} or {F}) or in blocks of {block}, not a multiple of {MIN_ROWS}"
+        reason = f"fp8 experts need even widths and blocks that are a multiple of {MIN_ROWS}, got {D}, {F} and {block}"
     shape = {"tokens": n, "chosen": k, "experts": E, "width": D, "expert_width": F}
     shape |= {"dtype": str(x.dtype), "weights": str(down.dtype), "use": "inference" if inference else "training"}
     is_fp8, offered = gate_up_scales is not None, ("xla", "triton")
@@ -111,7 +111,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, inference: bool) -> float:
-    """Compares the output with the plain sum over all experts, on small arrays; without `inference` gradients too."""
+    """Compares the output with the plain sum over all experts, on small arrays; also gradients, unless `inference`."""
     n, k, E, D, F, block = 5, 2, 4, 128, 64, 32
     keys = iter(jax.random.split(jax.random.key(0), 7))
     x = jax.random.normal(next(keys), (n, D), dtype)
@@ -138,7 +138,7 @@ def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, infer
             x, gate_up, down = wide
             return grouped_matmul_reference(x, ids, weights, gate_up, down)
 
-    # For training, compare the gradients too.
+    # For training, also compare the gradients.
     def results(function, arrays):
         if inference:
             return (function(*arrays),)
@@ -151,7 +151,7 @@ def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, infer
 
 
 def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):
-    """Raises ValueError for shapes and dtypes that do not fit together."""
+    """Raises ValueError for inconsistent shapes and dtypes."""
     E, F, D = down.shape
     if x.shape[1:] != (D,) or gate_up.shape != (E, D, 2, F):
         raise ValueError(f"x {x.shape}, gate_up {gate_up.shape} and down {down.shape} do not fit each other")
@@ -169,7 +169,7 @@ def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):
 
 
 def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, inference):
-    """Chooses the plain form by the number of tokens and by the platform that the call is lowered for."""
+    """Chooses a plain JAX form by the number of tokens and the platform that the call is lowered for."""
     experts = (gate_up, down, gate_up_scales, down_scales)
     if not inference or len(x) > MAX_FEW_TOKENS:
         if gate_up_scales is not None:
@@ -190,7 +190,7 @@ def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_sca
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def _grouped_matmul_triton(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, interpret):
-    """Runs two kernels: gate and up with SwiGLU, then down. Little moves besides weights: [n * k, F] and [n * k, D]."""
+    """Runs two kernels: gate and up with SwiGLU, then down. Besides weights only [n * k, F] and [n * k, D] move."""
     num_experts = len(down)
     has_few_tokens = len(x) <= MAX_ROUTE_FEW_TOKENS
     route = route_few_tokens(ids, num_experts) if has_few_tokens else _route_many(ids, down, x.dtype)[0]
@@ -204,7 +204,7 @@ def _grouped_matmul_triton(x, ids, weights, gate_up, down, gate_up_scales, down_
 
 
 def _route_many(ids, down, dtype):
-    """Routes sorted pairs, with as many rows per product as fit the registers for this dtype."""
+    """Routes sorted pairs, with as many rows per matmul as fit into the registers for this dtype."""
     if is_batch_invariant():
         return route_many_tokens(ids, len(down), max_rows=MIN_ROWS)
     is_fp8 = down.dtype != dtype
@@ -212,7 +212,7 @@ def _route_many(ids, down, dtype):
 
 
 def _weighted_sum(ids, weights, expert_outputs, num_experts):
-    """Sums each token's expert outputs in the order of its choices: expert_outputs [n * k, D] -> [n, D] float32.
+    """Sums each token's expert outputs in choice order: expert_outputs [n * k, D] -> [n, D] float32.
 
     The fixed order keeps a token's bits independent of other tokens.
     """
@@ -221,7 +221,7 @@ def _weighted_sum(ids, weights, expert_outputs, num_experts):
     total = jnp.zeros((n, expert_outputs.shape[-1]), jnp.float32)
     for choice in range(k):
         weighted = weights[:, choice, None].astype(jnp.float32) * expert_outputs[:, choice].astype(jnp.float32)
-        # The kernels do not write rows of pairs without an expert, so their memory may hold anything.
+        # The kernels do not write rows for pairs without an expert, so their memory may hold anything.
         total += jnp.where(ids[:, choice, None] < num_experts, weighted, 0.0)
     return total
 

@@ -1,15 +1,15 @@
 """Multiplies rows by the matrix of the expert that each row chose.
 
-Each program takes rows of one expert and one slab of output columns, and writes each row at its pair's number
+Each program takes rows of one expert and one slab of output columns, and writes each row at its pair's index
 (`route.py`). So the output needs no sort, no two programs write the same element, and the same call gives the same
 bits.
 
 Limit: with `route_few_tokens` the bytes of the active experts, with `route_many_tokens` multiplications.
 
 fp8 weights enter as `uint16`, two columns each, for two reasons. Tensor cores need two neighbouring rows of a column
-side by side, and the path from shared memory transposes 16-bit numbers but not bytes. And Pallas uses 32-bit offsets
-for arrays up to 2^32 bytes, which overflow for 2^31 or more one-byte elements, as in DeepSeek-V3's `down`; with 16-bit
-elements they cannot.
+packed together, but the path from shared memory transposes 16-bit numbers and not bytes. Also, Pallas uses 32-bit
+offsets for arrays up to 2^32 bytes, which overflow for 2^31 or more one-byte elements, as in DeepSeek-V3's `down`; with
+16-bit elements they cannot.
 """
 
 import dataclasses
@@ -51,11 +51,11 @@ class Tile:
 def _choose_tile(route: Route, x, weight, K, N, num_parts, num_lanes, block) -> Tile:
     """Chooses the tile by shapes; `depth` does not depend on the number of tokens.
 
-    In fp8 the depth decides how many terms are summed before the scale is applied, so it would change a row's bits.
+    With fp8, the depth decides how many terms are summed before the scale is applied, so it would change a row's bits.
     """
     itemsize = weight.dtype.itemsize
     if route.rows_per_product == MIN_ROWS:
-        # Few tokens: a step reads whole cache lines of 128 bytes, or half lines where whole ones would give too few
+        # Few tokens: a step reads whole cache lines of 128 bytes, or half lines if whole lines would give too few
         # programs to keep the processors busy. fp8 needs more programs, because unpacking takes time.
         columns, depth = 128 // itemsize, 32 if itemsize == 4 else 64
         num_programs = min(route.num_pairs, route.num_experts) * pl.cdiv(N // num_lanes, columns)
@@ -95,14 +95,15 @@ def grouped_matmul_kernel(
     Sums are float32. Rows of pairs without an expert (id of E or more) are not written.
 
     Args:
-        route: A route of either kind.
-        x: [R, K] with a row for each pair or for each token.
+        route: From `route_few_tokens` or `route_many_tokens`.
+        x: [R, K] with one row per pair or per token.
         weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x gate) * (x up)`.
         out_dtype: Dtype of the result.
         scales: float32 for fp8 weights [..., K, ...]: [..., ceil(K / block), ...], otherwise of the same shape.
         transposed: The weight is [E, N, K].
         return_products: Also return the products with gate and up, for the backward pass.
-        platform: "cuda" or "rocm", whose order of programs differs; None: the one that the call is lowered for.
+        platform: "cuda" or "rocm", which differ in the order of programs; None: the platform that the call is lowered
+            for.
 
     Returns:
         [n * k, N], and with `return_products` also the products [n * k, 2, N] in x's dtype.
@@ -125,7 +126,7 @@ def grouped_matmul_kernel(
     if return_products:
         outputs.append(jax.ShapeDtypeStruct((route.num_pairs, num_parts, N), x.dtype))
     inputs = [x, weight] + ([] if scales is None else [scales])
-    # Only the ids know how many experts are active. The cost assumes as many as possible, read again for each block.
+    # The number of active experts depends on the ids. The cost estimate assumes the maximum, read again for each block.
     max_active_experts = min(E, route.num_pairs)
     num_weight_reads = max_active_experts
     if route.max_products == 1:

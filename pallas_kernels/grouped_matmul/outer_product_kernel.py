@@ -17,8 +17,8 @@ from pallas_kernels.grouped_matmul.route import MIN_ROWS
 def grouped_outer_product(route, expert_starts, left, right, *, out_dtype, interpret=False):
     """Sums `left^T right` over each expert's pairs: [R, A] and [R, B] -> [E, A, B], zero for experts without pairs.
 
-    `route` and `expert_starts [E + 1]` are from `route_many_tokens`. `left` and `right` have a row for each pair or for
-    each token. Sums are float32, the result is in `out_dtype`.
+    `route` and `expert_starts [E + 1]` are from `route_many_tokens`. `left` and `right` have one row per pair or per
+    token. Sums are float32; the result has dtype `out_dtype`.
     """
     A, B = left.shape[1], right.shape[1]
     # Limit: multiplications. The tile of the result is as large as registers hold; `depth` pairs are added per step.

@@ -14,7 +14,7 @@ def grouped_matmul_reference(x, ids, weights, gate_up, down):
     """Runs every token through every expert and combines by weight, which defines the meaning."""
     E = gate_up.shape[0]
     combine = _combine_weights(ids, weights, E).astype(x.dtype)
-    # With x repeated, each product is one batched matmul over E, which a GPU does without a copy. Without it XLA
+    # With x repeated, each product is one batched matmul over E, which a GPU computes without a copy. Otherwise XLA
     # transposes the stacks first.
     outputs = jax.vmap(_swiglu)(jnp.broadcast_to(x, (E, *x.shape)), gate_up, down)
     return jnp.einsum("En,EnD->nD", combine, outputs)
@@ -25,7 +25,7 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
 
     fp8 experts are dequantised one at a time, so at most one is held in x's dtype.
 
-    XLA copies each expert out of its stack first, where on a CPU it stays in cache. A conditional per expert and slices
+    XLA first copies each expert out of its stack; on a CPU the copy stays in cache. A conditional per expert and slices
     taken block by block also copy; gathered weights `gate_up[ids]` move more. Code size and compile time do not depend
     on the number of experts. Not differentiable in reverse mode, because the number of loop steps is dynamic.
     """
@@ -44,11 +44,11 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
 
 
 def grouped_matmul_by_pair(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, block=128):
-    """Runs each pair of token and expert separately, in a loop of static length: the form for few tokens on a GPU.
+    """Runs each (token, expert) pair separately, in a loop of static length: the form for few tokens on a GPU.
 
-    There a loop whose length depends on data returns to the host after every step, and the copy of an expert that
-    `grouped_matmul_by_expert` makes triples its bytes. `row_times_matrix` reads weights once, as they are stored. Pairs
-    that chose the same expert read it again. Sums are float32.
+    A loop whose length depends on data returns to the host there after every step, and `grouped_matmul_by_expert`
+    triples an expert's bytes because it copies the expert. `row_times_matrix` reads weights once, as they are stored.
+    Pairs that chose the same expert read it again. Sums are float32.
     """
     E = gate_up.shape[0]
     k = ids.shape[1]
@@ -61,7 +61,7 @@ def grouped_matmul_by_pair(x, ids, weights, gate_up, down, gate_up_scales=None, 
         gate, up = jnp.split(products.astype(x.dtype), 2)
         hidden = jax.lax.optimization_barrier(jax.nn.silu(gate) * up)
         output = row_times_matrix(hidden, _read_expert(down, down_scales, expert, block, jnp.float32))
-        # A pair without an expert runs through the last one with weight 0.
+        # A pair without an expert runs through the last expert with weight 0.
         return total.at[token].add(jnp.where(flat_ids[pair] < E, flat_weights[pair] * output, 0.0))
 
     zeros = jnp.zeros(x.shape, jnp.float32)
@@ -78,7 +78,7 @@ def _read_expert(stack, scales, expert, block, dtype):
 def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     """Sorts rows by expert, pads each expert's rows to blocks, and computes one product per block; drops no token.
 
-    Differentiable. Shapes are static: there are at most `n k / block + E` blocks for any choice of the router.
+    Differentiable. Shapes are static: there are at most `n k / block + E` blocks, whatever the router chooses.
     """
     n, k = ids.shape
     E = gate_up.shape[0]
@@ -89,11 +89,11 @@ def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     flat_ids = ids.reshape(-1)
     order = jnp.argsort(flat_ids, stable=True)
     pair_expert = flat_ids[order]
-    counts = jnp.bincount(flat_ids, length=E)  # drops ids beyond
+    counts = jnp.bincount(flat_ids, length=E)  # drops ids of E or more
     ends = jnp.cumsum(-(-counts // block) * block)
     expert_starts = jnp.pad(ends, (1, 0))[:E]
-    # Slot of each sorted pair: its rank within its expert, after the expert's first slot. Pairs of no expert get a slot
-    # beyond the end, which the scatters drop.
+    # Slot of each sorted pair: its rank within its expert, after the expert's first slot. Pairs without an expert get a
+    # slot beyond the end, which the scatters drop.
     rank = jnp.arange(n * k) - (jnp.cumsum(counts) - counts)[jnp.minimum(pair_expert, E - 1)]
     slot = jnp.where(pair_expert < E, expert_starts[jnp.minimum(pair_expert, E - 1)] + rank, num_blocks * block)
     # Token of each slot (n, a zero row, for padding) and the expert that owns each block.

@@ -1,7 +1,7 @@
 """Assigns (token, choice) pairs to the programs of the grouped kernels.
 
-A pair is token t with its choice j; its number is `t * k + j`. `route_few_tokens` finds the rows of an expert inside
-the kernel: one program per pair and slab scans all ids and continues only if its pair is the first with this expert. An
+A pair is token t with its choice j; its index is `t * k + j`. `route_few_tokens` finds the rows of an expert inside the
+kernel: one program per pair and slab scans all ids and continues only if its pair is the first with this expert. An
 expert is read once, and no other kernel has to run before. `route_many_tokens` makes a table from the sorted ids: one
 program per block of rows and slab.
 """
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 
-MIN_ROWS = 16  # rows per product for few tokens: the fewest that tensor cores take
+MIN_ROWS = 16  # rows per matmul for few tokens: the fewest that tensor cores support
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Route:
 
     Attributes:
         tables: The kernel's first inputs.
-        for_each_block: Called in the kernel with the refs of `tables`, a block number and a body; calls `body(expert,
+        for_each_block: Called in the kernel with the refs of `tables`, a block index and a body; calls `body(expert,
             [(pairs [rows], is_valid [rows]), ...])` for the rows of that block.
         num_experts: E.
         num_pairs: n * k.
         num_blocks: Programs per slab of columns.
         rows_per_product: Rows per product.
-        max_products: Products per program and weight tile, at most.
+        max_products: Maximum products per program and weight tile.
         l2_group: Blocks whose programs for one slab run next to each other and share it in the L2 cache.
         bytes_per_slab: Bytes of `tables` that the programs of one slab read.
     """
@@ -84,8 +84,9 @@ def route_few_tokens(ids, num_experts: int) -> Route:
             each = lambda index, _: process(index * (max_products * MIN_ROWS), max_products)
             jax.lax.fori_loop(jnp.int32(0), passes, each, None)
 
-        # Up to 16 tokens need one pass of one product. With more, an expert of at most 16 rows takes one product, and a
-        # larger one takes passes of two. A token may choose an expert several times, so both cases loop.
+        # Up to 16 tokens need one pass of one product. With more tokens, an expert with at most 16 rows takes one
+        # product, and an expert with more rows takes passes of two products. A token may choose an expert several
+        # times, so both cases loop.
         if max_products == 1:
             pl.when(is_active)(process_all)
         else:
@@ -106,7 +107,7 @@ def route_few_tokens(ids, num_experts: int) -> Route:
 
 
 def route_many_tokens(ids, num_experts: int, max_rows: int = 128) -> tuple[Route, jax.Array]:
-    """Routes ids [n, k] int32 by a table of blocks of pairs that are sorted by expert.
+    """Routes ids [n, k] int32 through a table of blocks of pairs, sorted by expert.
 
     Returns:
         The route, and the index among the sorted pairs at which each expert's pairs begin, [E + 1].
@@ -139,7 +140,7 @@ def route_many_tokens(ids, num_experts: int, max_rows: int = 128) -> tuple[Route
 
         @pl.when(num_rows > 0)
         def _():
-            # The block's pairs in sorted order; invalid rows name the pair beyond the last.
+            # The block's pairs in sorted order; invalid rows refer to the pair after the last.
             row = jnp.arange(rows_per_product)
             is_valid = row < num_rows
             indices = pl.ds(plt.load(first_pair_ref.at[block]), rows_per_product)

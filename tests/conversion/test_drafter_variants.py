@@ -215,8 +215,12 @@ def test_the_draft_vocabulary_may_have_any_integers(dtype, marks, tmp_path):
         (np.arange(96), None, r"two readings without t2d"),  # the first 96 tokens, or every second one
         (np.arange(96), np.arange(96), r"holds token ids \(0, 1, \.\.\.\) instead of offsets"),
         (np.arange(96) * 3, None, r"holds token ids \(0, 3, \.\.\.\)"),
-        (np.zeros(96, int), np.arange(1, 97), r"t2d and d2t name different draft vocabularies.*96 tokens, .*names 95"),
-        (np.full(96, 300), None, r"names tokens outside 0\.\.319.*is from 300 to 395"),
+        (
+            np.zeros(96, int),
+            np.arange(1, 97),
+            r"t2d and d2t define different draft vocabularies.*96 tokens, .*lists 95",
+        ),
+        (np.full(96, 300), None, r"lists tokens outside 0\.\.319.*is from 300 to 395"),
         (-np.arange(96), None, r"or one twice"),
         (np.zeros(96, np.float32), None, r"d2t is float32\[96\], not integers"),
         (np.zeros(95, int), None, r"not integers \[96\]"),

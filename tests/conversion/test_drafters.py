@@ -133,7 +133,7 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
             {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLMEagle3"]},
             "'gemma3_text' with architectures .'Gemma3ForCausalLMEagle3'. is not supported in a drafter",
         ),
-        ("eagle3", {"num_aux_hidden_states": 2}, "does not say which"),
+        ("eagle3", {"num_aux_hidden_states": 2}, "num_aux_hidden_states is 2, but"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
         ("eagle3", {"draft_vocab_size": 95}, "lm_head.weight has shape"),
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings True"),
@@ -253,7 +253,7 @@ def test_absolute_ids_in_the_place_of_offsets_are_noticed(tmp_path):
 def test_a_wrong_number_of_heads_is_overruled_by_the_files(tmp_path, caplog):
     path = edited(draft("medusa"), tmp_path / "edited", medusa_num_heads=2)
     assert read_drafter(path, TRUNK).config.num_heads == 3
-    assert "medusa_num_heads is 2, but the files hold 3" in caplog.text
+    assert "medusa_num_heads is 2, but the files contain 3" in caplog.text
 
 
 def test_the_default_layers_and_the_trunks_own_head():

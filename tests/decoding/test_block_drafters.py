@@ -367,7 +367,7 @@ def test_sizes_that_do_not_fit_are_refused():
         (dflash()[0].architecture, {"layer_ids": (0, 4)}, "within 0..3"),
         (dflash()[0].architecture, {"windows": (1,)}, "1 windows for 2 layers"),
         (dflash()[0].architecture, {"mask_token_id": 11}, "not within the vocabulary of 11"),
-        (dflash()[0].architecture, {"own_head": False}, "the trunk's head has the columns of all tokens"),
+        (dflash()[0].architecture, {"own_head": False}, "the trunk's head has columns for all tokens"),
         (dflash()[0].architecture, {"block_size": 1}, "at least 2"),
         (dspark()[0].architecture, {"markov_rank": 0}, "contradicts markov_head"),
         (dspark()[0].architecture, {"has_confidence": False}, "needs a confidence head"),

@@ -111,7 +111,7 @@ def test_an_unknown_name_gets_a_suggestion(without_modules):
     model, params = without_modules
     with pytest.raises(ValueError, match=r"must be one of mtp, lookup, .*, got lokup: did you mean lookup\?"):
         speculative_generate(params, PROMPTS, model=model, config=DecodeConfig(drafter="lokup"))
-    with pytest.raises(ValueError, match="drafter 'eagle3' is read from files"):
+    with pytest.raises(ValueError, match="drafter 'eagle3' needs files"):
         speculative_generate(params, PROMPTS, model=model, config=DecodeConfig(drafter="eagle3"))
 
 

@@ -135,7 +135,7 @@ def test_a_call_without_settings_takes_the_default_ones(small):
         ({"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 0)}, "must be positive and finite"),
         (
             {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_rates": (0.5, 0.5)},
-            r"depth_rates must hold 1 rates .*, one per level; got \(0.5, 0.5\)",
+            r"depth_rates must hold 1 rates \(one per level\), .*; got \(0.5, 0.5\)",
         ),
         (
             {"num_steps": 2, "topk": 2, "depth_policy": "adaptive", "depth_costs": (1, 2, 3)},
@@ -181,7 +181,7 @@ def test_what_may_come_early_must_not_be_stop_tokens_alone(small):
     model, params = small("grouped", "mixed")
     config = DecodeConfig(stop_token_ids=(7,))
     sampling = SamplingParams(allowed_tokens=np.array([7]), min_new_tokens=2)
-    with pytest.raises(ValueError, match="row 0 can emit only stop tokens, which min_new_tokens 2 bans"):
+    with pytest.raises(ValueError, match="row 0 can emit only stop tokens, which min_new_tokens=2 bans"):
         speculative_generate(params, [[1]], model=model, config=config, sampling=sampling)
 
 

@@ -238,7 +238,7 @@ def test_static_trees_are_checked():
         (eagle, {"topk": 8, "num_steps": 2}, "exceeds the 7 tokens that can be drafted"),
         (medusa, {"draft_vocabulary": (1, 2)}, "applies only to drafter 'mtp'"),
         (medusa, {"topk": 8, "num_steps": 2}, "exceeds the 7 tokens that can be drafted"),
-        (medusa, {"draft_window": 4}, "Medusa heads have none"),
+        (medusa, {"draft_window": 4}, "Medusa heads have no cache"),
         (medusa, {"num_steps": 4}, "exceeds the 3 Medusa heads"),
         (functools.partial(medusa, CHOICES), {"num_steps": 2}, "needs num_steps 2, topk 2, num_draft_tokens 6"),
         (functools.partial(medusa, CHOICES), TREE | {"acceptance": "recursive"}, "draws each node's children"),
@@ -272,7 +272,7 @@ def test_sizes_that_do_not_fit_are_refused():
         ({"layer_ids": (0, 0)}, "must be distinct"),
         ({"layer_ids": (0, 4)}, "within 0..3"),
         ({"draft_vocab_size": 12}, "not within 1..11"),
-        ({"own_head": False}, "the trunk's head has the columns of all tokens"),
+        ({"own_head": False}, "the trunk's head has columns for all tokens"),
         ({"target_hidden_size": 16}, "needs its own embedding and head"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -62,7 +62,7 @@ def test_yarn_comes_back_from_plain_values():
     [
         ({"vocab_size": 0}, "vocab_size must be positive, not 0"),
         ({"num_hidden_layers": -1}, "num_hidden_layers must be positive, not -1"),
-        ({"num_mtp_modules": -1}, "num_mtp_modules must not be negative, is -1"),
+        ({"num_mtp_modules": -1}, "num_mtp_modules must be at least 0, got -1"),
         ({"num_attention_heads": 5}, "hidden_size (32) must be divisible by num_attention_heads (5)"),
         ({"num_key_value_heads": 3}, "num_attention_heads (4) must be divisible by num_key_value_heads (3)"),
         ({"attention": "linear"}, "attention 'linear' is not one of grouped, latent"),

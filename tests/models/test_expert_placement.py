@@ -89,9 +89,9 @@ def test_all_layers_get_the_same_number_of_copies(small):
     assert sorted(slots["layer_1"].tolist()) == [0, 0, 1, 1, *range(2, 8)]
     assert sorted(slots["layer_2"].tolist()) == [*range(8), 7, 7]
     assert placed["trunk"]["layer_2"]["experts"]["down"].shape[0] == 10
-    with pytest.raises(ValueError, match="multiple of 2 devices"):
+    with pytest.raises(ValueError, match="multiple of the 2 devices"):
         place_all_layers(params, num_devices=2, num_redundant=1)
-    with pytest.raises(ValueError, match=r"layer_2 has 8 experts, but there are counts \(3,\)"):
+    with pytest.raises(ValueError, match=r"layer_2 has 8 experts, but its counts have shape \(3,\)"):
         place_all_layers(params, num_devices=1, counts={"layer_2": np.ones(3)})
     with pytest.raises(ValueError, match="no routed experts"):
         place_all_layers(small("grouped")[1], num_devices=1, num_redundant=1)
@@ -100,11 +100,11 @@ def test_all_layers_get_the_same_number_of_copies(small):
 def test_wrong_placements_are_refused(skewed):
     _, params = skewed
     for slots in (6, 10):
-        with pytest.raises(ValueError, match="num_slots must be a multiple of 4 devices and at least 8"):
+        with pytest.raises(ValueError, match="num_slots must be at least 8 and a multiple of the 4 devices"):
             place_experts(np.ones(8), 4, slots)
     with pytest.raises(ValueError, match="layer_0 is not a trunk layer with experts"):
         apply_placement(params, {"layer_0": place_experts(np.ones(8), 4)})
-    with pytest.raises(ValueError, match="one number of slots"):
+    with pytest.raises(ValueError, match="the same number of slots"):
         apply_placement(params, {})
 
 

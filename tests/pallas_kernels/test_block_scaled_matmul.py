@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused(key):
         interpreted(x[:, :100], weights, scales)
     with pytest.raises(ValueError, match=r"scales \(1, 28\)"):
         interpreted(x, weights, scales[:1])
-    with pytest.raises(ValueError, match="blocks of 16 inputs, 32, 64 and so on, not of 12"):
+    with pytest.raises(ValueError, match=r"blocks of 16, 32, 64, ... inputs, not of 12"):
         interpreted(x, weights, jnp.ones((12, 28)), block=12)
     with pytest.raises(ValueError, match=r"auto, xla, triton.*, interpreted"):
         block_scaled_matmul(x, weights, scales, implementation="cuda")

@@ -181,8 +181,8 @@ def test_what_does_not_fit_is_refused(changes, message):
 def test_drafts_that_do_not_fit_are_refused():
     states, head, targets = jnp.zeros((2, 5, 8)), jnp.zeros((8, 20)), jnp.zeros((2, 5), int)
     for hidden, heads, rows, message in [
-        ([states, states[:, :4]], [head, head], targets, "one N, one D and one dtype"),
-        ([states, states.astype(jnp.bfloat16)], [head, head], targets, "one N, one D and one dtype"),
+        ([states, states[:, :4]], [head, head], targets, "with the same N, D and dtype"),
+        ([states, states.astype(jnp.bfloat16)], [head, head], targets, "with the same N, D and dtype"),
         ([states], [head, head], targets, "do not fit hidden"),
         ([states[:1], states[1:]], [head, head[:, :9]], targets, "do not fit hidden"),
         ([states], [head], targets[:1], r"targets \(1, 5\) do not fit"),

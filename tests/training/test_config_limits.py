@@ -87,7 +87,7 @@ def test_a_wrong_address_is_refused_at_once(address):
         (Objective, {"vocab_chunk": 2.0}, "vocab_chunk must be an integer, got 2.0"),
         (Source, {"weight": "1"}, "weight must be a number, got '1'"),
         (ModelConfig, SIZES | {"hidden_size": "64"}, "hidden_size must be an integer, got '64'"),
-        (ModelConfig, SIZES | {"rms_norm_eps": math.nan}, "rms_norm_eps must be at least 0, is nan"),
+        (ModelConfig, SIZES | {"rms_norm_eps": math.nan}, "rms_norm_eps must be at least 0, got nan"),
         (ModelConfig, SIZES | {"max_position_embeddings": 0}, "max_position_embeddings must be positive, not 0"),
     ],
 )

@@ -1,12 +1,12 @@
-"""Acceptance rules: they decide which drafts of a round to accept, and what distribution the bonus token comes from.
+"""Acceptance rules decide which drafts of a round to accept, and which distribution the bonus token comes from.
 
-Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. The arguments that all have:
+Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. Common arguments:
 
 - `tokens [W]`: drafted tokens; node 0 is the root, the pending token.
 - `parents [W]`: parent of each node, parents before children; -1 for the root and for unused nodes.
 - `drafts [K]`: the drafted tokens of a chain, without the root.
 - `p [W, V]`: the target's distribution after each node.
-- `q [W, V]`: the distribution that the children of each node were drawn from. For a chain of K drafts `q [K, V]`, and
+- `q [W, V]`: the distribution that the children of each node were drawn from. A chain of K drafts has `q [K, V]`, and
   row j of p and q belongs to draft j+1.
 - `u`: uniforms in [0, 1). They are compared with acceptance probabilities and used nowhere else, so probability 1
   always accepts and probability 0 never does.
@@ -19,8 +19,9 @@ returns an `AcceptedPath`.
 Exact rules leave the target's distribution unchanged. `match_tree` (rules `greedy` and `sample`) is exact for any tree,
 however it was chosen. The ratio rules (`token_chain`, `block_chain`, `recursive_tree`, `traversal_tree`) need the q
 that tokens were actually drawn from, and they must see every drafted node: whether a node is submitted must not depend
-on the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so p
-alone gives the next token. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
+on the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so that
+the next token is then drawn from p. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of
+0.7.
 
-`rules` has a record for each rule. A user-defined rule is an `AcceptanceRule` too.
+`rules` lists each rule as an `AcceptanceRule`. A user-defined rule is an `AcceptanceRule`, too.
 """

@@ -76,14 +76,14 @@ def block_chain(
     p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
     ratios = p_x / jnp.maximum(q_x, jnp.finfo(q.dtype).tiny)
 
-    # w_i: joint likelihood ratio of the first i drafts, cut at 1 after every step.
+    # w_i: joint likelihood ratio of the first i drafts, clipped to 1 after every step.
     def narrow(w, ratio):
         w = jnp.minimum(w * ratio, 1)
         return w, w
 
     _, w = jax.lax.scan(narrow, jnp.ones_like(p[0, 0]), ratios, unroll=True)
     w = jnp.concatenate([jnp.ones_like(p[0, :1]), w])  # [K+1]
-    # r_i: the probability mass of the target that the next draft does not cover. Where the draft ends, that is w_i.
+    # r_i: the target's probability mass that the next draft does not cover; w_i after the last draft.
     proposed = _proposed(q, position, num_drafted)
     r = vocabulary.sum(jnp.maximum(w[:, None] * p - proposed, 0))  # [K+1]
     # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
@@ -97,7 +97,7 @@ def block_chain(
 
 
 def _proposed(q: jax.Array, position: jax.Array, num_drafted: jax.Array | None) -> jax.Array:
-    """Returns `[K+1, V]`: q of each draft, and 0 where nothing was drafted, so that the residual there is p."""
+    """Returns `[K+1, V]`: each draft's q, and 0 where nothing was drafted, so that the residual there is p."""
     if num_drafted is not None:
         q = jnp.where((position < num_drafted)[:, None], q, 0)
     return jnp.pad(q, ((0, 1), (0, 0)))

@@ -32,7 +32,7 @@ def threshold_tree(
     order = jnp.arange(len(parents))
     is_tried = (parents[:, None] == parents[None, :]) & (order[:, None] >= order[None, :])
     cumulative_p = jnp.where(is_tried, p_x[None, :], 0).sum(axis=1)
-    # SGLang's comparison, `<=`: a uniform of exactly 0 accepts a token of probability 0. The other rules reject it.
+    # SGLang compares with `<=`, so a uniform of exactly 0 accepts a token of probability 0. The other rules reject it.
     passes = (u[parents] <= cumulative_p / jnp.maximum(threshold_acc, MIN_THRESHOLD)) | (p_x >= threshold_single)
     path, num_accepted = descend(passes, parents, num_steps)
     # The bonus token comes from p without the children that the walk rejected. A full path has rejected none.
@@ -58,8 +58,8 @@ def typical_tree(
     """Picks a path by Medusa's typical acceptance (2401.10774). Lossy.
 
     A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats. The rule accepts the
-    longest path on which every draft passes; among several of that length, the most probable. The bonus token comes
-    from p after it. The rule needs no uniforms.
+    longest path on which every draft passes, and the most probable one among equally long paths. The bonus token comes
+    from p after that path. The rule needs no uniforms.
     """
     # log_p_x[n]: log-probability of node n, or -inf if it does not pass.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
@@ -104,9 +104,9 @@ def relaxed_tree(
     A draft x passes if it is among the `relaxed_topk` most probable tokens (the lower id wins a tie) and
     p(x) >= max p - `relaxed_delta`. The rule needs no uniforms.
     The walk goes to the lowest-numbered child that passes, and the bonus token comes from p after it. Unlike in
-    TensorRT-LLM, a token without probability never passes, since the request may ban it.
+    TensorRT-LLM, a token of probability 0 never passes, since the request may have banned it.
     """
-    # A token's rank is the number of tokens that are more probable, or as probable with a lower id.
+    # A token's rank is the number of tokens that are more probable, or equally probable with a lower id.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
     parent_p = p[parents]
     ranks_higher = (parent_p > p_x[:, None]) | (

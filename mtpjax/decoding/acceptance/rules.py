@@ -1,8 +1,8 @@
-"""The acceptance rules: one record each. Imports no JAX, so that `--help` can list them.
+"""The acceptance rules, one `AcceptanceRule` each. Does not import JAX, so that `--help` can list them.
 
-To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and a record here. All other code
-reads the record. A user-defined rule is a record in the user's module: pass it as `DecodeConfig(acceptance=...)`, or as
-`--acceptance package.module:RECORD` on the command line.
+To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and add an `AcceptanceRule` here;
+all other code reads that. A user-defined rule is an `AcceptanceRule` in the user's module: pass it as
+`DecodeConfig(acceptance=...)`, or as `--acceptance package.module:RECORD` on the command line.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class AcceptanceRule:
     """An acceptance rule.
 
     `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the parameters of the rule by keyword.
-    Without `needs_q` the argument q is left out:
+    The argument q is omitted unless `needs_q` is set:
 
     - `drafts="chain"`: `function(drafts, p, q, u, num_drafted=None) -> (num_accepted, weights)`, with `drafts [K]`, `p
       [K+1, V]`, `q [K, V]`, `u [K]`. Drafts from index `num_drafted` on are padding.
@@ -29,19 +29,19 @@ class AcceptanceRule:
 
     Attributes:
         name: the rule's name in settings, tables and messages.
-        function: the rule, or `package.module:function`, which is imported when a call is traced. None for rules that
-            follow the target's own tokens.
+        function: the rule's function, or `package.module:function`, which is imported when a call is traced. None for
+            rules that follow the target's tokens.
         is_exact: whether the rule keeps the target's distribution.
         drafts: the drafts that it supports: "chain"; "fixed tree", a tree whose shape does not depend on the drafted
             tokens; or "any", chains and trees of any shape.
-        needs_q: whether drafts must be sampled and the rule reads q, the distribution that they were sampled from.
-        parameters: the default of each parameter by name, at most two. A field of `DecodeConfig` of the same name
-            overrides the default. Records that differ only in these values share a compiled program.
-        follows: whether the rule accepts the drafts that equal the target's token after each node: its arg-max or a
+        needs_q: whether the rule reads q, the distribution that drafts were drawn from, so drafts must be sampled.
+        parameters: default values by parameter name, at most two. A `DecodeConfig` field of the same name overrides the
+            default. Rules that differ only in these values share a compiled program.
+        follows: set if the rule accepts the drafts that equal the target's token after each node, its arg-max or a
             sample.
-        on_chain: for a "fixed tree" rule, the cheaper rule that equals it on a chain.
-        reads_shard: whether `function` takes `vocabulary`, and p and q with one device's columns. Otherwise it gets all
-            columns.
+        on_chain: for a "fixed tree" rule, the cheaper rule that is equivalent on a chain.
+        reads_shard: whether `function` takes `vocabulary` and only one device's columns of p and q. Otherwise it gets
+            all columns.
 
     Raises:
         ValueError: the attributes contradict each other.
@@ -73,7 +73,7 @@ class AcceptanceRule:
         if self.needs_q and self.drafts == "any":
             raise ValueError(f"acceptance rule '{self.name}' needs q: its drafts must be 'chain' or 'fixed tree'")
         if (self.on_chain is None) == (self.drafts == "fixed tree"):
-            raise ValueError(f"acceptance rule '{self.name}': rules for a fixed tree, and no others, need on_chain")
+            raise ValueError(f"acceptance rule '{self.name}': set on_chain for drafts='fixed tree', and only then")
         if len(self.parameters) > MAX_PARAMETERS:
             raise ValueError(f"acceptance rule '{self.name}' has more than {MAX_PARAMETERS} parameters")
 
@@ -91,13 +91,13 @@ class AcceptanceRule:
 
 _EXACT: Any = {"is_exact": True, "needs_q": True, "reads_shard": True}
 _RULES = (
-    # Rules that follow the target's own token after each node, so that any tree is exact.
+    # Rules that follow the target's token after each node, so they are exact for any tree.
     AcceptanceRule("greedy", follows="arg-max", is_exact=True),
     AcceptanceRule("sample", follows="sample", is_exact=True),
     # Ratio rules compare p with q. For chains:
     AcceptanceRule("token", "mtpjax.decoding.acceptance.chain:token_chain", drafts="chain", **_EXACT),
     AcceptanceRule("block", "mtpjax.decoding.acceptance.chain:block_chain", drafts="chain", **_EXACT),
-    # For trees whose shape is fixed; on a chain they equal the rules above.
+    # Rules for trees whose shape is fixed; on a chain they are equivalent to the rules above.
     AcceptanceRule(
         "recursive", "mtpjax.decoding.acceptance.tree:recursive_tree", drafts="fixed tree", on_chain="token", **_EXACT
     ),
@@ -131,20 +131,20 @@ PARAMETERS = {name: value for rule in _RULES for name, value in rule.parameters.
 
 
 def find_rule(rule: "str | AcceptanceRule") -> AcceptanceRule:
-    """Returns the record of a rule.
+    """Returns a rule.
 
     Args:
-        rule: a name of `RULES`, `package.module:RECORD`, or the record itself.
+        rule: a name in `RULES`, `package.module:RECORD`, or an `AcceptanceRule`.
 
     Returns:
-        The record.
+        The `AcceptanceRule`.
 
     Raises:
         ValueError: the rule does not exist.
     """
     if isinstance(rule, AcceptanceRule):
         return rule
-    # A colon marks a user's record; names of rules have none.
+    # A colon marks a user-defined rule; names of the library's rules contain no colon.
     if isinstance(rule, str) and ":" in rule:
         return import_record(rule, AcceptanceRule)
     if not isinstance(rule, str) or rule not in RULES:

@@ -35,11 +35,11 @@ def recursive_tree(
     loses x. At temperature 0, where every q is one-hot, this follows the arg-max. The rule stays exact if such a child
     is a function of the children drawn before it.
 
-    Cost: it reads two rows of [V] per child tried, for at most num_steps * topk children.
+    Cost: two rows of [V] are read per tried child, for at most num_steps * topk children.
     """
     topk = tree.topk
-    # The walk's state: the current node, the rank of its next child, the accepted drafts, and what earlier rejections
-    # left of the node's p and q.
+    # The walk's state: the current node, the rank of its next child, the accepted drafts, and what remains of the
+    # node's p and q after earlier rejections.
     children = _children_table(parents, topk)
     depths = jnp.arange(num_steps + 1)
     full, one = _full_remainder(p[0, 0]), jnp.ones_like(p[0, 0])
@@ -52,8 +52,8 @@ def recursive_tree(
         return _remaining_at(remainder, *(vocabulary.at(rows, node, token) for rows in (p, q)))
 
     def visit(_, carry):
-        # 1. Test the next child. The carry holds its remaining p and q: computed in two places, XLA could round them
-        # differently.
+        # 1. Test the next child. The carry holds its remaining p and q, because XLA could round them differently if
+        # they were computed in two places.
         node, rank, num_accepted, path, remainder, (p_x, q_x, is_drawn) = carry
         n = children[node, rank]
         is_tried = (n > 0) & (num_accepted < num_steps)
@@ -88,7 +88,7 @@ def recursive_tree(
     # Every visit tests a new child, which bounds the number of visits. Visits after the end of the walk change nothing.
     max_visits = min(num_steps * topk, len(parents) - 1)
     node, rank, num_accepted, path, remainder, _ = jax.lax.fori_loop(0, max_visits, visit, carry)
-    # The bonus token comes from what the rejections at the last node left of p.
+    # The bonus token comes from what remains of p after the rejections at the last node.
     weights = _remaining_p(remainder, rejected_children(node, rank), p[node], q[node], vocabulary)
     return AcceptedPath(path, num_accepted, weights)
 
@@ -117,8 +117,9 @@ def traversal_tree(
 
     A node's acceptance depends on its own w and on its children's tokens, not on anything below them. So w is computed
     for all nodes of a level at once, and the accepted node is the first in post-order with u < w. A level takes as many
-    sequential steps as its largest number of children of a node; each step reads two rows of [V] per child.
-    The parents are those of the static `tree`: an exact rule requires that they do not depend on the drawn tokens.
+    sequential steps as the largest number of children that one of its nodes has; each step reads two rows of [V] per
+    child. The parents are those of the static `tree`: an exact rule requires that they do not depend on the drawn
+    tokens.
     """
     # Static layout of the tree: the children of each node and the path from the root to it.
     nodes, paths = range(len(tree.parents)), [[0]]
@@ -126,8 +127,8 @@ def traversal_tree(
     for node in nodes[1:]:
         paths.append([*paths[tree.parents[node]], node])
     assert max(map(len, paths)) <= num_steps + 1
-    # Compute w from the root down: level by level, and within a level first children, then second ones, and so on. All
-    # nodes of a level that have a child of this rank advance together.
+    # Compute w from the root down: level by level, and within a level first children, then second children, and so on.
+    # All nodes of a level with a child of this rank advance together.
     remainder, w = _full_remainder(p[:, 0]), jnp.ones_like(p[:, 0])
     for depth, rank in itertools.product(range(num_steps), range(max(map(len, children)))):
         level_parents = [node for node in nodes if len(paths[node]) == depth + 1 and len(children[node]) > rank]
@@ -136,7 +137,7 @@ def traversal_tree(
         parent_nodes, child_nodes = np.array(level_parents), np.array([children[node][rank] for node in level_parents])
         rejected_tokens = tokens[np.array([children[node][: rank + 1] for node in level_parents])]
         level_remainder = jax.tree.map(lambda factor, parent_nodes=parent_nodes: factor[parent_nodes], remainder)
-        # The child's w, from what the rejections of its earlier siblings left of the parent's p and q.
+        # The child's w, from what remains of the parent's p and q after its earlier siblings were rejected.
         p_x, q_x, is_drawn = _remaining_at(
             level_remainder, *(vocabulary.at(rows, parent_nodes, tokens[child_nodes]) for rows in (p, q))
         )
@@ -156,7 +157,7 @@ def traversal_tree(
         [path_of_node + path_of_node[-1:] * (num_steps + 1 - len(path_of_node)) for path_of_node in paths], np.int32
     )
     # That node comes after its children in post-order, so all of them were rejected: the bonus token comes from what
-    # they left of its p.
+    # remains of its p.
     max_children = max(map(len, children))
     child_table = np.array(
         [siblings + [0] * (max_children - len(siblings)) for siblings in children], np.int32
@@ -170,11 +171,11 @@ def traversal_tree(
 
 
 class _Remainder(NamedTuple):
-    """The remainder of a node's p and q after rejections of some children, as factors of the node's own rows.
+    """The remainder of a node's p and q after some of its children were rejected, as factors of the node's rows.
 
     Nothing remains at the rejected children's tokens, since a child with w p(x) >= q(x) is never rejected. Elsewhere
     max(a p - b q, 0) remains of p, and c q of q. Since max(w max(a p - b q, 0) - c q, 0) = max(w a p - (w b + c) q, 0),
-    another rejection changes only the factors: rows of [V] are read and never written.
+    each rejection changes only the factors: rows of [V] are read but never written.
     """
 
     a: jax.Array  # [] or one per node
@@ -183,12 +184,12 @@ class _Remainder(NamedTuple):
 
 
 def _full_remainder(like: jax.Array) -> _Remainder:
-    """Returns the factors of a node without rejected children."""
+    """Returns the factors of a node before any child is rejected."""
     return _Remainder(jnp.ones_like(like), jnp.zeros_like(like), jnp.ones_like(like))
 
 
 def _remaining_at(remainder: _Remainder, p_x: jax.Array, q_x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what remains of p and of q at a child's token, given the rows' values there, and if the child was drawn.
+    """Returns what remains of p and q at a child's token, given the rows' values there, and whether it was drawn.
 
     A child that was not drawn has a one-hot q, so its q is 1.
     """
@@ -206,12 +207,13 @@ def _reject_child(
     remainder: _Remainder, w, is_drawn, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array, vocabulary: Vocabulary
 ) -> tuple[_Remainder, jax.Array]:
     """Rejects a child, the last of `rejected_tokens [C]`. Returns the factors and r, the mass of max(w p - q, 0)."""
-    # The one-hot q of a child that was not drawn covers only its own token, which `is_rejected` removes. So b stays.
+    # The one-hot q of a child that was not drawn covers only its own token, which `is_rejected` removes. So b does not
+    # change.
     a, b = w * remainder.a, w * remainder.b + jnp.where(is_drawn, remainder.c, 0)
     is_rejected = _is_rejected(rejected_tokens, p, vocabulary)
     r = vocabulary.sum(jnp.where(is_rejected, 0, jnp.maximum(a * p - b * q, 0)))
-    # A sum below the rounding error of its terms counts as 0, and p replaces it. The probability of this case is
-    # equally small. The floor also keeps the factor a below 1 / eps.
+    # A sum below the rounding error of its terms counts as 0, and p is used instead. This case has an equally small
+    # probability. The floor also keeps the factor a below 1 / eps.
     has_mass = r > a * jnp.finfo(p.dtype).eps
     scale = jnp.where(has_mass, r, 1)
     return _Remainder(
@@ -222,7 +224,7 @@ def _reject_child(
 def _remaining_p(
     remainder: _Remainder, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array, vocabulary: Vocabulary
 ) -> jax.Array:
-    """Returns the unnormalised `[V]` that remains of p after the children `rejected_tokens [C]` were rejected."""
+    """Returns what remains of p, unnormalised `[V]`, after the children `rejected_tokens [C]` were rejected."""
     is_rejected = _is_rejected(rejected_tokens, p, vocabulary)
     return residual(jnp.where(is_rejected, 0, remainder.a * p), remainder.b * q, p, vocabulary)
 

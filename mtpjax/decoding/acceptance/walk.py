@@ -1,4 +1,4 @@
-"""The result of an acceptance rule, and the plain walk down a tree that several rules share."""
+"""The result of an acceptance rule, and the walk down a tree that several rules share."""
 
 from typing import NamedTuple
 
@@ -58,17 +58,17 @@ def descend(passes: jax.Array, parents: jax.Array, num_steps: int) -> tuple[jax.
     root = jnp.zeros_like(parents[:1])
     _, nodes = jax.lax.scan(step, root[0], length=num_steps, unroll=True)
     path = jnp.concatenate([root, nodes])
-    # Every move accepted one draft; repeated nodes did not.
+    # Every move to a new node accepts one draft; staying at a node accepts none.
     return path, (path[1:] != path[:-1]).sum().astype(jnp.int32)
 
 
 def residual(p: jax.Array, q: jax.Array, fallback: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Computes the residual that a rejected draft leaves of the target's distribution.
+    """Computes the residual of the target's distribution after a draft is rejected.
 
     Args:
         p: `[V]` target distribution, possibly scaled.
         q: `[V]` draft distribution, possibly scaled.
-        fallback: `[V]` returned where rounding leaves no probability.
+        fallback: `[V]` returned if rounding leaves no probability mass.
         vocabulary: how the columns are split over devices.
 
     Returns:

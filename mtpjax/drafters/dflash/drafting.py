@@ -1,8 +1,8 @@
 """The DFlash drafter (2602.06036): one pass over a block of mask tokens drafts all levels at once.
 
-The drafter's cache holds keys and values of committed positions, which are computed from the trunk's states there. A
-round extends the cache over the positions that the last round committed. Then the block passes through the layers, in
-the slots after them. The next round overwrites the block's keys and values before anything reads them.
+The drafter's cache holds keys and values for committed positions, computed from the trunk's states at these positions.
+A round extends the cache over the positions that the last round committed. Then the block passes through the layers, in
+the slots after these positions. The next round overwrites the block's keys and values before anything reads them.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from mtpjax.models.view import TreeSlots, View, read_rows
 
 
 def block_limits(title: str) -> DraftLimits:
-    """Returns the limits of a method that drafts a block."""
+    """Returns the limits of methods that draft a block."""
     return dataclasses.replace(
         TrainedDrafter.limits,
         trees=f"{title} drafts chains only: the slots of a block draft one continuation, and a tree would need blocks "
@@ -43,7 +43,7 @@ def block_limits(title: str) -> DraftLimits:
 class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     """Drafts chains with a DFlash network; `mtpjax.load_drafter` reads one with its parameters.
 
-    The block always has the number of slots of training. With a smaller `num_steps`, the last drafts are not used.
+    The block always has as many slots as in training. With a smaller `num_steps`, the last drafts are not used.
 
     Attributes:
         architecture: the network, and the trunk states that it reads.
@@ -58,7 +58,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
 
     @property
     def max_levels(self) -> int:
-        """The number of drafts of a block."""
+        """Number of drafts in a block."""
         return self.architecture.num_drafts
 
     def num_scratch_slots(self, decoder: Decoder) -> int:
@@ -81,10 +81,11 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def extend(
         self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> ModulesState:
-        """Writes the context of one prefill chunk. A row's padding lands after its text."""
+        """Writes the context of one prefill chunk. A row's padding is written after its text."""
         cache = self._extend_cache(decoder, weights, state, states, start)
         length = jnp.minimum(start + states.shape[1], state.length)
-        # The slot's previous request may have left NaN in the buffer, which is harmless: it is written after the text.
+        # The slot's previous request may have left NaN in the buffer. This is harmless, because it is written after the
+        # text.
         hidden = jnp.zeros_like(state.drafter.hidden)
         return ModulesState((commit(cache, length),), hidden, length)
 
@@ -110,7 +111,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         drafter_state, own = state.drafter, self.architecture
         states = drafter_state.hidden[:, : num_steps + 1]
         cache = self._extend_cache(decoder, weights, state, states, drafter_state.hidden_start)
-        # 2. The block: the pending token, whose own state is not known yet, and mask tokens.
+        # 2. The block: the pending token, whose state is not known yet, and mask tokens.
         anchor = read_rows(state.tokens, state.length - 1, 1)
         tokens = jnp.pad(anchor, ((0, 0), (0, own.block_size - 1)), constant_values=own.mask_token_id)
         embedded = embed(own, decoder, weights, tokens, states.dtype)
@@ -118,7 +119,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         hidden, layers = self._apply(decoder, weights, embedded, views, cache.layers, method="run")
         # Rows that are done were not extended: their pages may belong to other rows.
         cache = commit(cache.replace(layers=layers), jnp.where(state.done, cache.length, state.length - 1))
-        # 3. Draft from the slots. The anchor's slot drafts only if the network was trained that way.
+        # 3. Draft from the slots. The anchor's slot drafts only if the network was trained to do so.
         hidden = hidden[:, own.block_size - own.num_drafts :][:, :num_steps]
         draft = self._draft(decoder, weights, state, hidden)
         return draft, state.replace(drafter=drafter_state.replace(caches=(cache,)))
@@ -135,7 +136,8 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def _block_views(self, state: DecodeState, spec: DecodeSpec) -> tuple[View, ...]:
         """Makes the view of each layer: the slots attend to the context within the layer's window, and to each other.
 
-        In a view the block is a tree: slots after the text that attend to it and to some of each other.
+        In a view the block is a tree: its slots come after the text, and attend to the text and to some of the block's
+            slots.
         """
         own, base = self.architecture, state.length - 1
         X, B = own.block_size, len(state.length)
@@ -146,12 +148,12 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
             is_seen = distance >= 0 if is_causal else jnp.ones((X, X), bool)
             if window and not own.window_from_anchor:
                 is_seen &= jnp.abs(distance) < window
-            # `draft_window` narrows full layers, and sliding ones to the smaller window without sinks.
+            # `draft_window` limits full layers. Sliding layers use the smaller of both windows, without sinks.
             limit = spec.window
             if window:
                 width = window + own.window_from_anchor
                 limit = (width if limit is None else min(width, limit[0]), 0)
-            # With windows from the anchor, all slots count back from its position.
+            # With windows from the anchor, the windows of all slots count back from its position.
             depths = jnp.zeros_like(offset) if window and own.window_from_anchor else offset
             tree = TreeSlots(base, depths, jnp.broadcast_to(is_seen[None], (B, X, X)))
             view = view_pass(state, own.block, base, X, num_used=X, tree=tree, window=limit)
@@ -178,7 +180,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs one block after each anchor; without anchors, row i has the anchor i + 1, and the last row none."""
+        """Runs one block after each anchor; without anchors, row i has anchor i + 1, and the last row has no anchor."""
         own, T, anchors = self.architecture, rows.tokens.shape[1], rows.anchors
         table = embedding_table(params, own, model)
         if anchors is None:
@@ -186,7 +188,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         shape = {"config": own, "segment_ids": rows.segment_ids, "implementation": model.implementation}
         # One pass of the block for all levels: a slot reads no draft, so no level waits for another.
         hidden = block_states(params[DRAFTER], rows.features, rows.tokens, anchors, table, **shape)
-        # The anchor's slot may have no draft.
+        # Drop the anchor's slot if it does not draft.
         hidden = hidden[:, :, own.block_size - own.num_drafts :][:, :, :num_levels]
         inputs, confidence = self._head_inputs(params[DRAFTER], hidden, rows.tokens, anchors, model)
         return DraftLevels(tuple(multiply_head(state, heads[0]) for state in inputs), inputs, confidence)
@@ -194,5 +196,5 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def _head_inputs(
         self, network: dict[str, Any], hidden: jax.Array, tokens: jax.Array, anchors: jax.Array, model: MTPModel
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Computes each level's input of the head, `[B, A, D]`, from the slots' states, and the confidence."""
+        """Computes each level's head input, `[B, A, D]`, and the confidence, from the slots' states."""
         return tuple(hidden[:, :, level] for level in range(hidden.shape[2])), None

@@ -1,8 +1,8 @@
-"""The `config.json` and tensors of drafters with blocks, in the formats of the method's authors and of speculators.
+"""The `config.json` and tensors of block drafters, in the formats of each method's authors and of speculators.
 
-DFlash's authors are z-lab (`DFlashDraftModel`). A method that extends DFlash defines a further `BlockFormat`. vLLM
-reads all of them in speculators' format. The authors list the trunk layers whose outputs are read, and speculators
-lists the layers that these states enter.
+DFlash's authors are z-lab (`DFlashDraftModel`). A method that extends DFlash defines another `BlockFormat`. vLLM reads
+all of these methods in speculators' format. The authors' formats list the trunk layers whose outputs are read;
+speculators lists the layers that these states enter.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ KNOWN_KEYS = {
     *("enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size", "target_hidden_size"),
     *("is_neox_style", "target_num_hidden_layers", "projector_type", "attention_mode", LAST_LAYER_STATE),
 }
-# Keys of `dflash_config`; others cause a warning.
+# Known keys of `dflash_config`; other keys cause a warning.
 SECTION_KEYS = {
     *("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "causal", "use_swa", "swa_window_size"),
     *("sample_from_anchor", "block_size", "markov_rank", "markov_head_type", "enable_confidence_head"),
     *("confidence_head_with_markov", "num_anchors", LAST_LAYER_STATE),
 }
-# Keys of published files that this network does not implement, with the values that change nothing.
+# Keys of published files that this network does not implement, with the values that have no effect.
 NOT_SUPPORTED = {
     "attention_sink_bias": (False,),
     "add_swa_attention_sink_bias": (False,),
@@ -67,17 +67,17 @@ NOT_SUPPORTED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """The differences between the files of methods that draft blocks.
+    """Describes how the files of one block-drafting method differ from those of the others.
 
     Attributes:
         name: the method's name in speculators' format.
         authors: name of its authors' format.
         class_name: the class in `architectures`.
         config: the class of the architecture.
-        describe: makes the keys that only the authors' format has.
-        read_heads: reads further fields of the architecture, from the configuration, the shapes of the tensors, and D.
-        describe_heads: makes the keys that `read_heads` reads.
-        drafts_from_anchor: `sample_from_anchor` of the authors' files that do not state it.
+        describe: returns the keys that only the authors' format has.
+        read_heads: reads additional architecture fields from the configuration, the tensor shapes, and D.
+        describe_heads: returns the keys that `read_heads` reads.
+        drafts_from_anchor: value of `sample_from_anchor` for files of the authors that do not specify it.
     """
 
     name: str
@@ -93,10 +93,10 @@ class BlockFormat:
 def parse_blocks(
     kind: BlockFormat, values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
 ) -> tuple[Any, str]:
-    """Parses `config.json`; arguments and result are those of `DrafterFiles.parse`.
+    """Parses `config.json`; arguments and result as in `DrafterFiles.parse`.
 
     Raises:
-        ConfigError: the configuration is damaged or not supported, or does not list the trunk layers that are read.
+        ConfigError: the configuration is damaged or not supported, or does not list the trunk layers to read.
     """
     reader = ConfigReader(values)
     form = SPECULATORS if is_speculators(values) else kind.authors
@@ -113,8 +113,8 @@ def parse_blocks(
     own = {key: value for key, value in {**section.values, **values}.items() if value is not None}
     own_layers = {key: value for key, value in layers.values.items() if key not in ATTENTION_KEYS}
     block = parse_layers(own_layers, KNOWN_KEYS, shapes, classes=class_names(values))
-    # Some programs write the number of trunk states under the key for the number of layers, and that number under a
-    # different key.
+    # Some programs write the number of trunk states under the key for the number of trunk layers, and the number of
+    # trunk layers under a different key.
     key = "target_num_hidden_layers" if "target_num_hidden_layers" in own else "num_target_layers"
     num_layers = reader.integer(key, trunk.num_hidden_layers)
     if num_layers != trunk.num_hidden_layers:
@@ -151,8 +151,8 @@ def _layer_ids(
             f"config.json lacks {key}: the default of other programs is wrong for most published files, and wrong "
             "layers would go unnoticed; add the trunk layers that the drafter was trained with"
         )
-    # z-lab and DeepSpec list the layers whose outputs are read, and -1 for the embedding. They train on transformers'
-    # hidden_states, the last of which is after the final norm; speculators uses vLLM's states.
+    # z-lab and DeepSpec list the layers whose outputs are read, with -1 for the embedding. They train on transformers'
+    # hidden_states, whose last entry comes after the final norm; speculators uses vLLM's states.
     return entered_layers(
         listed,
         key,
@@ -202,7 +202,7 @@ def _describe_zlab(config: DFlashConfig) -> dict[str, Any]:
 
 
 def describe_layer_ids(config: DFlashConfig) -> dict[str, Any]:
-    """Makes the keys of the authors' formats that list the trunk states."""
+    """Returns the keys that list the trunk states in the authors' formats."""
     listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
     return {"target_layer_ids": [layer - 1 for layer in listed], **last_layer}
 
@@ -240,7 +240,7 @@ DFLASH_FORMAT = BlockFormat(
 def block_files(
     kind: BlockFormat, specs: Callable[[Any], dict[str, ParamSpec]], tensor: str, keys: Mapping[str, Any] | None = None
 ) -> DrafterFiles:
-    """Makes the record of the files of a method that drafts blocks."""
+    """Makes the `DrafterFiles` of a block-drafting method."""
     return DrafterFiles(
         formats=(kind.authors, SPECULATORS),
         format_with_ids=SPECULATORS,
@@ -254,5 +254,5 @@ def block_files(
 
 
 def dflash_specs(config: DFlashConfig) -> dict[str, ParamSpec]:
-    """Lists every parameter with its tensors, by plain name; all formats have the same names."""
+    """Lists every parameter with its tensors, by plain name; the names are the same in all formats."""
     return layers_specs(config) | {"norm_context/scale": copied("hidden_norm.weight", config.block.hidden_size)}

@@ -1,17 +1,17 @@
-"""Reads the windows of DFlash and DSpark layers, and their direction of attention, from `config.json`."""
+"""Reads the windows and the attention direction of DFlash and DSpark layers from `config.json`."""
 
 from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Keys of the layers' attention that this file reads instead of the parser of model families.
+# Attention keys that this file reads instead of the model family parser.
 ATTENTION_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings")
 
 
 def read_windows(
     reader: ConfigReader, section: ConfigReader, layers: ConfigReader, form: str, count: int
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Reads each layer's window, 0 for none, and whether its slots attend only to the slots before them."""
+    """Reads each layer's window (0: no window), and whether its slots attend only to earlier slots."""
     types = layers.items("layer_types", str)
     if not types and layers.flag("use_sliding_window", False):
         raise ConfigError(
@@ -21,7 +21,7 @@ def read_windows(
     if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
         raise ConfigError(f"config.json: layer_types {list(types)} must be {count} of '{FULL}' and '{SLIDING}'")
     if section.flag("use_swa", False) and SLIDING not in types:
-        # MiMo's files: every layer has a window in both directions.
+        # In MiMo's files every layer has a window in both directions.
         size = section.integer("swa_window_size", layers.get("sliding_window"))
         return (size,) * count, (reader.flag("is_causal", section.flag("causal", False)),) * count
     is_sliding = tuple(kind == SLIDING for kind in types)

@@ -1,4 +1,4 @@
-"""The record of DFlash, and how drafters with blocks are made for training."""
+"""The DFlash `DraftMethod`, and how block drafters are created for training."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
 from mtpjax.drafters.method import DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig
 
-NUM_BLOCK_LAYERS = 5  # layers of a drafter, and trunk layers that it reads (2602.06036)
+NUM_BLOCK_LAYERS = 5  # drafter layers, and trunk layers that it reads (2602.06036)
 MIN_BLOCK_LAYERS = 8  # from this depth on, five different layers fit between 2 and L - 2
 BLOCK_SETTINGS = ("draft_layers", "draft_num_layers", "draft_anchors", "draft_mask_token")
 
@@ -22,7 +22,7 @@ BLOCK_SETTINGS = ("draft_layers", "draft_num_layers", "draft_anchors", "draft_ma
 def default_block_layers(num_layers: int) -> tuple[int, ...]:
     """Returns the trunk layers whose input states a new drafter reads: five, evenly spaced from 2 to L - 2.
 
-    In a trunk of fewer than 8 layers they are spaced from 1 to L.
+    In a trunk with fewer than 8 layers they are spaced from 1 to L.
     """
     first, last = (2, num_layers - 2) if num_layers >= MIN_BLOCK_LAYERS else (1, num_layers)
     return tuple(sorted({round(each) for each in np.linspace(first, last, NUM_BLOCK_LAYERS)}))
@@ -37,13 +37,13 @@ def block_fields(settings: Any, trunk: ModelConfig, num_drafted: int) -> dict[st
         "num_target_layers": trunk.num_hidden_layers,
         "mask_token_id": settings.draft_mask_token or 0,
         "draft_vocab_size": num_drafted,
-        # The trunk's head has the columns of all tokens.
+        # The trunk's head has columns for all tokens.
         "own_head": num_drafted < trunk.vocab_size,
     }
 
 
 def block_settings(config: DFlashConfig) -> dict[str, Any]:
-    """Returns the settings that an architecture implies."""
+    """Returns the training settings that an architecture implies."""
     return {
         "num_depths": config.num_drafts,
         "draft_layers": config.layer_ids,
@@ -53,11 +53,11 @@ def block_settings(config: DFlashConfig) -> dict[str, Any]:
 
 
 def with_mask_token(config: DFlashConfig, settings: Any, counts: np.ndarray, end_ids: Collection[int]) -> DFlashConfig:
-    """Sets the mask token to the rarest target, the last of several, unless the settings choose one."""
+    """Sets the mask token to the rarest target (the highest id among ties), unless the settings choose one."""
     if settings.draft_mask_token is not None:
         return config
     counts = counts.copy()
-    # Never an end token, however rare: drafts contain it.
+    # Never choose an end token, however rare, because drafts contain it.
     counts[list(end_ids)] = np.iinfo(np.int64).max
     return dataclasses.replace(config, mask_token_id=len(counts) - 1 - int(np.argmin(counts[::-1])))
 

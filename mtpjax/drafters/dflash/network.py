@@ -1,8 +1,8 @@
 """The network of a DFlash drafter (2602.06036): a block of slots that attends to projected trunk states.
 
 The slots of a block are the pending token, called the anchor, and mask tokens after it. They pass through the layers
-together. Each layer attends to the keys and values of the block itself and of the context, which is the trunk's states
-of all positions before the anchor.
+together. Each layer attends to the keys and values of the block itself and of the context: the trunk's states at all
+positions before the anchor.
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ from mtpjax.models.view import Entries, View
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 
-MAX_SCORES = 1 << 26  # maximum attention scores of a layer in memory at once, float32: 256 MiB
+MAX_SCORES = 1 << 26  # maximum attention scores of one layer in memory at once; as float32, 256 MiB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LayersConfig):
-    """The architecture of a DFlash drafter and the trunk states that it reads; further letter: X slots of a block.
+    """The architecture of a DFlash drafter and the trunk states that it reads; X is the number of slots in a block.
 
     Args:
-        block_size: slots of a block, X.
-        mask_token_id: the token of the slots after the anchor.
-        windows: per layer, the number of newest positions that a slot attends to; 0: all. (): 0 in every layer.
-        is_causal: per layer, whether a slot attends only to itself and the slots before it. (): False in every layer.
+        block_size: number of slots in a block, X.
+        mask_token_id: the token in the slots after the anchor.
+        windows: number of newest positions that a slot attends to, per layer; 0: all positions. (): 0 in every layer.
+        is_causal: whether a slot attends only to itself and earlier slots, per layer. (): False in every layer.
         window_from_anchor: windows count back from the anchor for every slot, and do not limit the block
             (speculators). False: from each slot, itself included (z-lab).
-        sample_from_anchor: slot j drafts the token after its own position, so that a block has X drafts. False: the
-            token at its own position, and the anchor's slot does not draft.
+        sample_from_anchor: slot j drafts the token after its position, so a block has X drafts. False: slot j drafts
+            the token at its position, and the anchor's slot does not draft.
 
     Raises:
-        ValueError: for values that do not fit together.
+        ValueError: for inconsistent values.
     """
 
     block_size: int
@@ -61,7 +61,7 @@ class DFlashConfig(LayersConfig):
         object.__setattr__(self, "is_causal", tuple(self.is_causal) or (False,) * count)
         for name in ("windows", "is_causal"):
             require(len(getattr(self, name)) == count, f"{len(getattr(self, name))} {name} for {count} layers")
-        require(min(self.windows) >= 0, f"windows must not be negative, got {list(self.windows)}")
+        require(min(self.windows) >= 0, f"windows must be at least 0, got {list(self.windows)}")
         require(self.block_size >= 2, f"block_size must be at least 2, got {self.block_size}")
         require(
             0 <= self.mask_token_id < block.vocab_size,
@@ -74,12 +74,12 @@ class DFlashConfig(LayersConfig):
 
     @property
     def num_drafts(self) -> int:
-        """Tokens that a block drafts."""
+        """Number of tokens that a block drafts."""
         return self.block_size - (not self.sample_from_anchor)
 
 
 class DFlash(nn.Module):
-    """The drafter's network. `features` are n trunk states side by side, `[B, T, n * D]`."""
+    """The drafter's network. `features` are n concatenated trunk states, `[B, T, n * D]`."""
 
     config: DFlashConfig
     implementation: str = "auto"
@@ -98,7 +98,7 @@ class DFlash(nn.Module):
             self.head = self.param("head", matrix, (D, config.draft_vocab_size))
 
     def __call__(self, features: jax.Array, embedded: jax.Array, view: View) -> jax.Array:
-        """Uses every parameter once, so that `init` makes it."""
+        """Uses every parameter once, so that `init` creates all of them."""
         self.context(features)
         return self.run(embedded, (view,) * len(self.layer))[0]
 
@@ -119,7 +119,7 @@ class DFlash(nn.Module):
         Returns:
             The states that the head reads, `[B, X, D]`, and the cache with the block's entries after the context.
         """
-        # Layers may differ in their window and in whether slots attend to later ones, so each has its own view.
+        # Layers may differ in their window and in whether slots attend to later slots, so each has its own view.
         x, update, entries = embedded, None, []
         for index, layer in enumerate(self.layer):
             x, update, kept = layer(x, update, views[index], None if layers is None else layers[index])
@@ -128,7 +128,7 @@ class DFlash(nn.Module):
 
 
 class DFlashLayer(nn.Module):
-    """A decoder layer of Qwen3. Like `Block`, it returns the residual stream and an update that is not added yet."""
+    """A Qwen3 decoder layer. Like `Block`, it returns the residual stream and an update that is not added yet."""
 
     config: ModelConfig
     implementation: str = "auto"
@@ -147,7 +147,7 @@ class DFlashLayer(nn.Module):
 def context_entries(
     attention: dict[str, Any], context: jax.Array, angles: tuple[jax.Array, jax.Array], config: ModelConfig
 ) -> Entries:
-    """Computes a layer's keys and values of the context, which pass through no norm before the projection.
+    """Computes a layer's keys and values of the context, which is not normalised before the projection.
 
     Args:
         attention: the layer's attention parameters.
@@ -156,11 +156,11 @@ def context_entries(
         config: sizes of the drafter's layers.
 
     Returns:
-        `key` and `value`, `[B, K, T, H]`, keys normalised and rotated.
+        `key` (normalised and rotated) and `value`, each `[B, K, T, H]`.
     """
     # The last two heads of a group in `qkv [D, K, G + 2, H]` are its key and its value.
     projected = jnp.einsum("BTD,DKPH->PBTKH", context, attention["qkv"][:, :, -2:].astype(context.dtype))
-    # The rotation is that of the trunk's position, so a block finds the context at its true distance.
+    # Rotate by the trunk's positions, so that a block sees the context at its true distance.
     key = rms_norm_reference(projected[0], attention["norm_k"]["scale"], eps=config.rms_norm_eps)
     key = rotate(key, angles, interleaved=config.rope_interleave)
     return {"key": key.swapaxes(1, 2), "value": projected[1].swapaxes(1, 2)}
@@ -177,21 +177,21 @@ def block_states(
     segment_ids: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Runs one block after each anchor, over true tokens.
+    """Runs one block after each anchor, teacher-forced.
 
     The block of an anchor at position a attends to the trunk states of positions before a in the same document, and to
-    its own slots. Blocks do not attend to each other. If they have more than `MAX_SCORES` attention scores, they run in
-    groups of anchors, one at a time, and the backward pass recomputes each group.
+    its own slots. Blocks do not attend to each other. If they have more than `MAX_SCORES` attention scores, they run
+    one group of anchors at a time, and the backward pass recomputes each group.
 
     Args:
         params: parameters of `DFlash`, or of a network that extends it.
-        features: `[B, T, n * D]` trunk states side by side.
-        tokens: `[B, T]` int32 tokens of these positions.
+        features: `[B, T, n * D]` concatenated trunk states.
+        tokens: `[B, T]` int32 tokens at these positions.
         anchors: `[B, A]` int32 positions of the anchors, below T.
-        embedding: `[V, D]` the embedding, the trunk's or the drafter's own.
+        embedding: `[V, D]` embedding of the drafter or the trunk.
         config: the architecture.
         segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
-        implementation: what runs the kernels.
+        implementation: implementation of the kernels.
 
     Returns:
         The states that the head reads, `[B, A, X, D]`.
@@ -207,7 +207,7 @@ def block_states(
         for index in range(block.num_hidden_layers)
     )
 
-    # 2. The blocks of a group of anchors `[B, a]`.
+    # 2. Run the blocks of one group of anchors `[B, a]`.
     def run(anchors: jax.Array) -> jax.Array:
         first = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
         ids = jnp.pad(first, ((0, 0), (0, 0), (0, config.block_size - 1)), constant_values=config.mask_token_id)
@@ -265,14 +265,14 @@ def _block_layer(
     projected = jnp.einsum("BAXD,DKPH->BAXKPH", norm(z, layer["norm_attention"]), attention["qkv"].astype(z.dtype))
     query = turn(norm(projected[..., :-2, :], attention["norm_q"]))
     key, value = turn(norm(projected[..., -2, :], attention["norm_k"])), projected[..., -1, :]
-    # 2. Scores of the context and of the block, under the layer's window and direction.
+    # 2. Scores for the context and the block, under the layer's window and direction.
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = jnp.concatenate(
         [einsum("BAXKGH,BKTH->BAKGXT", query, context["key"]), einsum("BAXKGH,BAYKH->BAKGXY", query, key)], axis=-1
     )
     mask = jnp.concatenate([is_seen[0], jnp.broadcast_to(is_seen[1], (B, A, X, X))], axis=-1)[:, :, None, None]
     weights = jax.nn.softmax(jnp.where(mask, scores * block.softmax_scale(H), -jnp.inf), axis=-1).astype(z.dtype)
-    # 3. Add up the values, and the feed-forward layer.
+    # 3. Sum the weighted values, then apply the feed-forward layer.
     output = jnp.einsum("BAKGXT,BKTH->BAXKGH", weights[..., :T], context["value"])
     output += jnp.einsum("BAKGXY,BAYKH->BAXKGH", weights[..., T:], value)
     z += output.reshape(B, A, X, N * H) @ attention["output"].reshape(N * H, -1).astype(z.dtype)
@@ -284,7 +284,7 @@ def _block_layer(
 def _visibility(
     config: DFlashConfig, index: int, anchors: jax.Array, segment_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the positions of the context `[B, A, X, T]`, and the slots `[1, 1, X, X]`, that each slot attends to."""
+    """Returns masks of the context positions `[B, A, X, T]` and the slots `[1, 1, X, X]` that each slot attends to."""
     window, anchor = config.windows[index], anchors[:, :, None, None]
     slots = jnp.arange(config.block_size)
     distance = slots[:, None] - slots[None, :]

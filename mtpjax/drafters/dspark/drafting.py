@@ -22,7 +22,7 @@ from pallas_kernels.top_k import top_k
 
 @dataclasses.dataclass(frozen=True)
 class MarkovScores(DraftScores):
-    """Scores with the Markov head's bias, which depends on the previous token.
+    """Scores that include the Markov head's bias, which depends on the previous token.
 
     Attributes:
         bias: `[B, f, R]` float32, added to the head's logits.
@@ -45,8 +45,8 @@ class DSparkDrafter(DFlashDrafter):
     """Drafts chains with a DSpark network; `mtpjax.load_drafter` reads one with its parameters.
 
     A row's draft ends before the first slot whose predicted chance of acceptance is below `confidence_threshold`. The
-    prediction reads the tokens before this slot but not the slot's token, so the text stays exact. The verification
-    pass keeps its width: the threshold changes only the number of drafts that count as proposed and can be accepted.
+    prediction reads the tokens before this slot but not the slot's own token, so the text stays exact. The verification
+    pass keeps its width: the threshold only changes how many drafts count as proposed and can be accepted.
 
     Attributes:
         confidence_threshold: minimum chance of acceptance, 0..1. 0: every round drafts `num_steps` levels.
@@ -85,14 +85,14 @@ class DSparkDrafter(DFlashDrafter):
             )
 
     def _draft(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
-        """Drafts from the states `[B, K, D]` of the slots; each token's logits get a bias from the token before."""
+        """Drafts from the states `[B, K, D]` of the slots; each token's logits get a bias from the previous token."""
         # 1. Draft all levels.
         draft_all = self._draft_markov if self.architecture.markov_rank else super()._draft
         draft = draft_all(decoder, weights, state, hidden)
         if not self.confidence_threshold:
             return draft
-        # 2. Cut a row before its first slot below the threshold. Later drafts are discarded. The chance `[B, K]`
-        #    that a draft is accepted is predicted from the token before it.
+        # 2. Cut a row before its first slot below the threshold, and discard later drafts. The chance `[B, K]` that a
+        # draft is accepted is predicted from the previous token.
         logits = self._apply(decoder, weights, hidden, draft.tokens[:, :-1], method="confidence_logits")
         is_kept = jnp.cumprod(jax.nn.sigmoid(logits) >= self.confidence_threshold, axis=1)
         return draft.replace(num_drafted=is_kept.sum(axis=1).astype(jnp.int32))
@@ -103,7 +103,7 @@ class DSparkDrafter(DFlashDrafter):
             level: int, previous: jax.Array, path: PathTokens | None, carry: jax.Array
         ) -> tuple[DraftScores, jax.Array]:
             rows = hidden[:, level - 1 : level]
-            # The block ran once for all levels. Only this bias depends on the token drafted before.
+            # The block ran once for all levels. Only this bias depends on the previously drafted token.
             bias, carry = self._apply(decoder, weights, rows, previous, carry, method="markov_bias")
             head = weights.drafter.head
             return MarkovScores(decoder, weights.params, state, head, rows, 0, path, level, bias), carry
@@ -113,7 +113,7 @@ class DSparkDrafter(DFlashDrafter):
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
         """Returns the head `[D, R]`; with a Markov head `[D + r, R]`.
 
-        The Markov head adds `x @ markov_out` to the logits `h @ head`: its levels read h and x side by side.
+        The Markov head adds `x @ markov_out` to the logits `h @ head`: its levels read h and x concatenated.
         """
         (head,) = super().heads(network, trunk_head, num_levels)
         return (jnp.concatenate([head, network["markov_out"]]) if self.architecture.markov_rank else head,)
@@ -123,12 +123,12 @@ class DSparkDrafter(DFlashDrafter):
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
         """Runs the heads, which read the true token before each level.
 
-        At temperature 0 this equals decoding for every draft that can be accepted: all drafts before it are then the
+        At temperature 0 this equals decoding for every draft that can be accepted, because all drafts before it are the
         true tokens.
         """
         (B, A, K, _), T, own = hidden.shape, tokens.shape[1], self.architecture
         apply: Any = functools.partial(DSpark(own, model.implementation).apply, {"params": network})
-        # The token before level k is at a + k - 1. From here on, each block is a row.
+        # The token before level k is at position a + k - 1. From here on, each block is a row.
         columns = jnp.minimum(anchors[:, :, None] + jnp.arange(K)[None, None], T - 1).reshape(B, -1)
         previous = jnp.take_along_axis(tokens, columns, axis=1).reshape(B * A, K)
         flat, confidence = hidden.reshape(B * A, K, -1), None

@@ -16,18 +16,18 @@ MarkovHead = Literal["none", "vanilla", "gated", "rnn"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """The architecture of a DSpark drafter; further letter: r rank of the Markov head.
+    """The architecture of a DSpark drafter; r is the rank of the Markov head.
 
     Args:
-        markov_head: how the logits of a slot depend on drafted tokens. "vanilla": a bias of rank r from the token
-            before. "gated": the same, scaled by a function of the slot's state. "rnn": a bias from all tokens before,
-            by a recurrent state.
-        markov_rank: r; 0 with "none".
+        markov_head: how the logits of a slot depend on drafted tokens. "vanilla": a rank-r bias from the previous
+            token. "gated": the same, scaled by a function of the slot's state. "rnn": a bias from all previous tokens
+            in the block, through a recurrent state.
+        markov_rank: r; 0 if `markov_head` is "none".
         has_confidence: whether the drafter predicts the acceptance of each draft.
-        confidence_with_markov: whether this prediction also reads the embedding of the token before.
+        confidence_with_markov: whether this prediction also reads the previous token's embedding.
 
     Raises:
-        ValueError: for values that do not fit together.
+        ValueError: for inconsistent values.
     """
 
     markov_head: MarkovHead = "none"
@@ -71,7 +71,7 @@ class DSpark(DFlash):
             self.confidence_bias = self.param("confidence_bias", zeros, (1,))
 
     def __call__(self, features: jax.Array, embedded: jax.Array, view: View) -> jax.Array:
-        """Uses every parameter once, so that `init` makes it."""
+        """Uses every parameter once, so that `init` creates all of them."""
         hidden = super().__call__(features, embedded, view)
         tokens = jnp.zeros(hidden.shape[:2], jnp.int32)
         if self.config.markov_rank:
@@ -81,17 +81,17 @@ class DSpark(DFlash):
         return hidden
 
     def first_carry(self, hidden: jax.Array) -> jax.Array:
-        """Makes the recurrent state before the first slot: `[B, 1, r]`, `[B, 1, 0]` without recurrence."""
+        """Makes the recurrent state before the first slot: `[B, 1, r]`, or `[B, 1, 0]` without recurrence."""
         r = self.config.markov_rank if self.config.markov_head == "rnn" else 0
         return jnp.zeros((len(hidden), 1, r), hidden.dtype)
 
     def markov_features(self, hidden: jax.Array, previous: jax.Array, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the features that `markov_out` projects to a bias of the logits.
+        """Computes the features that `markov_out` projects to a bias on the logits.
 
         Args:
             hidden: `[B, T, D]` states of the slots, after the final norm; T is 1 with recurrence.
             previous: `[B, T]` int32 token before the one that each slot drafts.
-            carry: the recurrent state, from `first_carry` or the slot before.
+            carry: the recurrent state, from `first_carry` or the previous slot.
 
         Returns:
             `[B, T, r]`, and the recurrent state for the next slot.
@@ -101,7 +101,7 @@ class DSpark(DFlash):
         if kind == "gated":
             x = jax.nn.sigmoid(self._step(hidden, x)) * x
         elif kind == "rnn":
-            # A gated recurrent step over the tokens of the block, with the slot's state as a further input.
+            # A gated recurrent step over the block's tokens, with the slot's state as an additional input.
             gate, candidate, output = jnp.split(self._step(carry, x, hidden), 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
             carry = gate * carry + (1 - gate) * jnp.tanh(candidate)
@@ -118,7 +118,7 @@ class DSpark(DFlash):
         return jnp.matmul(x, self.markov_out.astype(x.dtype), preferred_element_type=jnp.float32), carry
 
     def confidence_logits(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
-        """Predicts whether the draft of each slot is accepted, from the tokens before it.
+        """Predicts whether each slot's draft is accepted, from the tokens before it.
 
         Args:
             hidden: `[B, T, D]` states of the slots, after the final norm.

@@ -20,7 +20,7 @@ from mtpjax.models.view import Entries, View
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Network:
-    """The drafter's network as a `DraftNetwork` of one module."""
+    """The drafter's network as a `DraftNetwork` with one module."""
 
     decoder: Decoder
     weights: Weights
@@ -28,7 +28,7 @@ class Eagle3Network:
 
     @property
     def config(self) -> ModelConfig:
-        """Sizes and rotary embedding of the drafter's own layers."""
+        """Sizes and rotary embedding of the drafter's layers."""
         return self.architecture.block
 
     def input_hidden(self, states: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ class Eagle3Network:
     def scores(
         self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
-        """Scores tokens by the drafter's head, or the trunk's; see `DraftNetwork.scores`."""
+        """Scores tokens with the drafter's head or the trunk's; see `DraftNetwork.scores`."""
         head = self.weights.drafter.head
         return DraftScores(self.decoder, self.weights.params, state, head, output, index, path, level)
 
@@ -70,14 +70,14 @@ class Eagle3Drafter(TrainedDrafter, CachedDrafter):
         return Eagle3Network(decoder, weights, self.architecture)
 
     def sizes(self, model: MTPModel) -> ModuleSizes:
-        """Returns the sizes of one module: later levels run the network on its own output."""
+        """Returns the sizes of one module. Later levels run the network on its own output."""
         own = self.architecture
         return ModuleSizes(1, own.block, own.kinds, own.features_size)
 
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs the levels, each of which reads the output of the level before (`ttt`)."""
+        """Runs the levels, each of which reads the previous level's output (`ttt`)."""
         return eagle3_levels(
             params[DRAFTER] | {"head": heads[0]},
             rows.features,

@@ -31,7 +31,7 @@ from mtpjax.drafters.method import Reading, Shapes
 from mtpjax.errors import ConfigError
 
 SPECFORGE_CLASS, SPECULATORS_CLASS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
-NUM_STATES = 3  # of the default layers
+NUM_STATES = 3  # with the default layers
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output")
 KNOWN_KEYS = {
@@ -41,7 +41,7 @@ KNOWN_KEYS = {
 }
 
 
-# Keys of `eagle_config` in exports of ModelOpt, with the values that change nothing.
+# Keys of `eagle_config` in ModelOpt exports, with the values that have no effect.
 EAGLE_KEYS = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
@@ -52,21 +52,21 @@ EAGLE_KEYS = {
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose input states EAGLE, SGLang and vLLM read if a file lists none."""
+    """Returns the layers whose input states EAGLE, SGLang and vLLM read if a file does not list any."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def parse_eagle3(
     values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
 ) -> tuple[Eagle3Config, str]:
-    """Parses `config.json`; arguments and result are those of `DrafterFiles.parse`.
+    """Parses `config.json`; arguments and result as in `DrafterFiles.parse`.
 
     Raises:
         ConfigError: the configuration is damaged or not supported, or it is ambiguous and no reading is chosen.
     """
     reader = ConfigReader(values)
     eagle = reader.section("eagle_config")
-    # speculators nests the keys of the layers; SpecForge mixes them with its own.
+    # speculators nests the layers' keys; SpecForge mixes them with its own keys.
     form = "speculators" if is_speculators(values) else "specforge"
     layers = reader.section("transformer_layer_config").values if form == "speculators" else values
     block = parse_layers(layers, KNOWN_KEYS, shapes, classes=class_names(values))
@@ -81,7 +81,7 @@ def parse_eagle3(
     if form == "specforge":
         residual = False  # SGLang has no such switch
     elif reader.get("norm_before_residual") is None:
-        # speculators' own class and vLLM's reader of its files have different defaults.
+        # speculators' class and vLLM's reader for these files have different defaults.
         if (chosen := reading.get("norm_before_residual")) is None:
             raise ConfigError(
                 "config.json lacks norm_before_residual: speculators then assumes false, and vLLM true; pass "
@@ -92,8 +92,9 @@ def parse_eagle3(
         residual = reader.flag("norm_before_residual", False)
     if form == "specforge" and block.num_hidden_layers > 1:
         raise ConfigError(
-            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format, whose programs "
-            "disagree about the residual and the norms after the first layer; supported: 1, or speculators' format"
+            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format: the "
+            "programs that read it disagree about the residual and the norms after the first layer; supported: 1, or "
+            "speculators' format"
         )
     return make_architecture(
         Eagle3Config,
@@ -120,7 +121,7 @@ def _layer_ids(
     default = default_layer_ids(trunk.num_hidden_layers)
     if not listed:
         if count not in (0, NUM_STATES):
-            raise ConfigError(f"config.json: {count} states of the trunk, but {LAYER_IDS} does not say which")
+            raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} is missing")
         return default
     if count and count != len(listed):
         raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {len(listed)}")
@@ -135,7 +136,7 @@ def _layer_ids(
             f"EAGLE), or the outputs of these layers, which enter {list(output)} (SGLang){usual}. Pass aux_layers "
             "'entered' or 'output' (--aux-layers); the better one is accepted far more often on any text"
         )
-    # SGLang and vLLM capture the last layer before the norm.
+    # SGLang and vLLM capture the last layer's output before the final norm.
     return entered_layers(
         listed,
         LAYER_IDS,
@@ -150,8 +151,8 @@ def _layer_ids(
 def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
     """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if that is impossible.
 
-    SpecForge's format lists layers other than the default ones by their outputs, as SGLang reads them: pass
-    `aux_layers="output"` to read them.
+    SpecForge's format lists non-default layers by their outputs, as SGLang reads them: pass `aux_layers="output"` to
+    read such files.
     """
     layers = describe_layers(config.block)
     switches = {name: getattr(config, name) for name in SWITCHES}
@@ -175,7 +176,7 @@ def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     if config.layer_ids != default_layer_ids(config.num_target_layers):
         if min(config.layer_ids) == 0:
-            raise ConfigError("this format cannot list the embedding as a state: use speculators' format")
+            raise ConfigError("this format cannot list the embedding as a trunk state: use speculators' format")
         eagle |= {LAYER_IDS: [layer - 1 for layer in listed], **last_layer}
     present = {name: value for name, value in switches.items() if value}
     return {**layers, "architectures": [SPECFORGE_CLASS], **sizes, "eagle_config": eagle, **present}

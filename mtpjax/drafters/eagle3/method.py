@@ -1,4 +1,4 @@
-"""The record of EAGLE-3, and how its drafters are made for training."""
+"""The EAGLE-3 `DraftMethod`, and how its drafters are created for training."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ MIN_DEFAULT_LAYERS = 7  # minimum depth at which the three default layers differ
 
 
 def default_draft_layers(num_layers: int) -> tuple[int, ...]:
-    """Returns the trunk layers that a new drafter reads: 2, L / 2 and L - 3, or thirds of a smaller trunk."""
+    """Returns the trunk layers that a new drafter reads: 2, L / 2 and L - 3, or thirds of a smaller trunk's depth."""
     if num_layers >= MIN_DEFAULT_LAYERS:
         return 2, num_layers // 2, num_layers - 3
     return tuple(sorted({num_layers // 3, 2 * num_layers // 3, num_layers}))
@@ -33,7 +33,7 @@ def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> Ea
 
 
 def _rename(name: str, form: str) -> str:
-    """Returns SpecForge's name of a tensor of the only layer."""
+    """Returns SpecForge's name for a tensor of the only layer."""
     return name.replace(ALIASES[MIDLAYER], MIDLAYER) if form == "specforge" else name
 
 

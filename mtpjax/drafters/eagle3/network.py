@@ -28,17 +28,17 @@ from pallas_kernels.partial_sums import PartialSums
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayersConfig):
-    """The architecture of an EAGLE-3 drafter and the trunk states that it reads; further letter: Dt width of the trunk.
+    """The architecture of an EAGLE-3 drafter and the trunk states that it reads; Dt is the trunk's width.
 
     Args:
         target_hidden_size: width of the trunk, Dt.
         norm_before_residual: whether the first layer's residual is the normalised hidden state.
-        norm_before_fc: whether one norm over all n states comes before the projection.
+        norm_before_fc: whether one norm over all n states precedes the projection.
         fc_norm: whether each of the n states has a separate norm (EAGLE-3.1).
         norm_output: whether the next level reads the output after the final norm (EAGLE-3.1).
 
     Raises:
-        ValueError: for values that do not fit together.
+        ValueError: for inconsistent values.
     """
 
     target_hidden_size: int
@@ -67,7 +67,7 @@ class Eagle3Config(LayersConfig):
 
 
 class Eagle3(nn.Module):
-    """The drafter's network. `features` are n trunk states side by side, `[B, T, n * Dt]`."""
+    """The drafter's network. `features` are n concatenated trunk states, `[B, T, n * Dt]`."""
 
     config: Eagle3Config
     implementation: str = "auto"
@@ -92,7 +92,7 @@ class Eagle3(nn.Module):
             self.head = self.param("head", matrix, (D, config.draft_vocab_size))
 
     def __call__(self, features: jax.Array, embedded: jax.Array, view: View) -> None:
-        """Uses every parameter once, so that `init` makes it."""
+        """Uses every parameter once, so that `init` creates all of them."""
         self.run(self.fuse(features), embedded, view)
 
     def fuse(self, features: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ class Eagle3(nn.Module):
         """Runs the drafter's layers.
 
         Args:
-            hidden: `[B, T, D]` from `fuse`, or this function's second result, to draft on.
+            hidden: `[B, T, D]` from `fuse` or, for later levels, this function's second result.
             embedding: `[B, T, D]` of the token after each hidden state's position.
             view: positions and masks.
             layers: the cache, one entry per layer. Over whole rows: None for the first level, and `Recycled` for later
@@ -120,20 +120,20 @@ class Eagle3(nn.Module):
             The states that the head reads and those that the next level reads, both `[B, T, D]`, and the attention
             entries per layer.
         """
-        # The residual stream starts at the hidden state; the embedding enters the first layer's attention only.
+        # The residual stream starts as the hidden state; the embedding only enters the first layer's attention.
         x, update, entries = hidden, None, []
         for index, layer in enumerate(self.layer):
             x, update, kept = layer(x, embedding, view, None if layers is None else layers[index], update)
             entries.append(kept)
-        # EAGLE-3.1 passes the normalised state to the next level, EAGLE-3 the one before the norm.
+        # EAGLE-3.1 passes the normalised state to the next level, EAGLE-3 the state before the norm.
         before, after = self.norm_final(x, update)
         return after, after if self.config.norm_output else before, tuple(entries)
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer. The first one's attention reads the embedding and the hidden state side by side.
+    """A decoder layer. The first layer's attention reads the embedding and the hidden state, concatenated.
 
-    Like `Block`, it returns the residual stream and the update of the feed-forward layer, which is not added yet.
+    Like `Block`, it returns the residual stream and the feed-forward update, which is not added yet.
     """
 
     config: ModelConfig
@@ -176,20 +176,20 @@ def eagle3_levels(
     segment_ids: jax.Array | None = None,
     implementation: str = "xla",
 ) -> DraftLevels:
-    """Runs the levels that decoding drafts, over true tokens (the training-time test of EAGLE-3, 2503.01840).
+    """Runs the levels that decoding drafts, teacher-forced (EAGLE-3's training-time test, 2503.01840).
 
-    Level 1 reads the trunk's states. Each later level reads the output of the level before. It attends to the entries
-    of level 1 up to its own row, and to those of its own row in later levels, as decoding does.
+    Level 1 reads the trunk's states. Each later level reads the previous level's output. As in decoding, row i attends
+    to the entries of level 1 up to row i, and to the entries of row i in later levels.
 
     Args:
-        params: parameters of `Eagle3`; "head" is the drafter's, or the trunk's.
-        features: `[B, T, n * Dt]` trunk states side by side.
-        tokens: `[B, T]` int32 tokens of these positions.
-        embedding: `[V, D]` the embedding, the trunk's or the drafter's own.
+        params: parameters of `Eagle3`; "head" is the drafter's head or the trunk's.
+        features: `[B, T, n * Dt]` concatenated trunk states.
+        tokens: `[B, T]` int32 tokens at these positions.
+        embedding: `[V, D]` embedding of the drafter or the trunk.
         config: the architecture.
         num_levels: levels to run.
         segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
-        implementation: what runs the kernels.
+        implementation: implementation of the kernels.
 
     Returns:
         The outputs of every level. Rows from T-k on of level k hold garbage.
@@ -204,7 +204,7 @@ def eagle3_levels(
     levels: list[tuple[Entries, ...]] = []
     logits, inputs = [], []
     for level in range(1, num_levels + 1):
-        # Level k reads the token k positions further, at the rotary position of its slot.
+        # Level k reads the token k positions further on, with the rotary position of its slot.
         view = full_view(config.block, segments, shift=level - 1)
         embedded = embedding[shift_left(tokens, level)]
         layers = None

@@ -1,8 +1,8 @@
 """Detects the draft method of a drafter's files.
 
-Published files state it in different places: `speculators_model_type`, a key of one method, the class in
-`architectures`, `model_type`, or only the names of tensors. Several programs put the trunk's family into the class
-name, so only the part of the name that is a method counts.
+Published files specify the method in different places: `speculators_model_type`, a key that only one method uses, the
+class in `architectures`, `model_type`, or only the tensor names. Several programs put the trunk's family into the class
+name, so only the part that is a method's name is compared.
 """
 
 import re
@@ -14,13 +14,13 @@ from mtpjax.drafters.method import DraftMethod
 from mtpjax.errors import ConfigError
 from mtpjax.messages import count_of
 
-# Classes of these methods are not supported, although their names contain those of supported ones.
+# These methods are not supported, although their class names contain the names of supported methods.
 NOT_SUPPORTED = ("dflash2", "peagle")
-NUM_SHOWN = 5  # names of tensors in a message
+NUM_SHOWN = 5  # tensor names shown in a message
 
 
 def detect_method(values: dict[str, Any], names: Collection[str], methods: Sequence[DraftMethod]) -> DraftMethod:
-    """Detects the method from `config.json` and plain names of tensors; raises `ConfigError` if it is unknown."""
+    """Detects the method from `config.json` and plain tensor names; raises `ConfigError` if it is unknown."""
     known = {method: method.files for method in methods if method.files is not None}
     # 1. The name in speculators' format.
     section = values.get("speculators_config")
@@ -47,8 +47,8 @@ def detect_method(values: dict[str, Any], names: Collection[str], methods: Seque
             for method in known:
                 if method.name in plain:
                     return method
-    # 4. The tensors. A class of a method that is not supported may have the tensors of one that is. A method that
-    # extends another has its tensors too, and comes after it.
+    # 4. The tensors. An unsupported method's class may have the same tensors as a supported method. A method that
+    # extends another also has that method's tensors, and comes after it.
     if not any(other in name.lower() for name in class_names(values) for other in NOT_SUPPORTED):
         for method, files in reversed(known.items()):
             if any(name in names for name in files.tensors):
@@ -57,7 +57,7 @@ def detect_method(values: dict[str, Any], names: Collection[str], methods: Seque
 
 
 def _describe_what_was_found(values: dict[str, Any], names: Collection[str]) -> str:
-    """Returns the message for files of no supported method."""
+    """Returns the message for files that match no supported method."""
     keys = ("architectures", "model_type", "speculators_model_type", "medusa_num_heads", "dflash_config")
     found = ", ".join(f"{key} {values.get(key)!r}" if values.get(key) is not None else f"no {key}" for key in keys)
     shown = ", ".join(sorted(names)[:NUM_SHOWN]) or "none"

@@ -13,13 +13,13 @@ OFFSETS, IS_DRAFTED = "d2t", "t2d"
 
 @dataclasses.dataclass(frozen=True)
 class IdsTensors:
-    """How files hold the token of each column of a drafter's head.
+    """How files store the token id of each column of a drafter's head.
 
     Attributes:
         names: plain names of the tensors.
-        read: reads them from files, with the names in the files by plain name, and the sizes R and V of the draft
-            vocabulary and the trunk's. Returns `[R]` int32 ids; None if every token can be drafted and the files do not
-            list them.
+        read: reads them, given the files, their tensor names by plain name, and the sizes R and V of the draft
+            vocabulary and the trunk's vocabulary. Returns `[R]` int32 ids; None if every token can be drafted and the
+            files do not list them.
         write: makes the tensors from ids `[R]` int64 and V.
     """
 
@@ -65,11 +65,11 @@ def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.nda
     if not is_offsets:
         if marks is not None and _are_tokens(ids, V):
             raise CheckpointFileError(
-                f"{files.path}: {IS_DRAFTED} and {OFFSETS} name different draft vocabularies: {IS_DRAFTED} marks "
-                f"{marks.sum()} tokens, of which {OFFSETS} names {marks[ids].sum()}"
+                f"{files.path}: {IS_DRAFTED} and {OFFSETS} define different draft vocabularies: {IS_DRAFTED} marks "
+                f"{marks.sum()} tokens, of which {OFFSETS} lists {marks[ids].sum()}"
             )
         raise CheckpointFileError(
-            f"{files.path}: {OFFSETS} names tokens outside 0..{V - 1}, or one twice: j + {OFFSETS}[j] is from "
+            f"{files.path}: {OFFSETS} lists tokens outside 0..{V - 1}, or one twice: j + {OFFSETS}[j] is from "
             f"{ids.min()} to {ids.max()}"
         )
     if is_absolute and marks is None and R > 1:
@@ -81,12 +81,12 @@ def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.nda
 
 
 def _are_tokens(ids: np.ndarray, vocab_size: int) -> bool:
-    """Returns whether the ids are distinct tokens of the vocabulary."""
+    """Returns whether the ids are distinct tokens in the vocabulary."""
     return bool(ids.min() >= 0 and ids.max() < vocab_size and len(np.unique(ids)) == len(ids))
 
 
 def _read_marks(files: Any, names: Mapping[str, str], vocab_size: int) -> np.ndarray | None:
-    """Reads `t2d`, which marks the tokens that can be drafted, as bool or as the integers 0 and 1."""
+    """Reads `t2d`, which marks the tokens that can be drafted, either as bool or as integers 0 and 1."""
     if IS_DRAFTED not in names:
         return None
     marks = files.read(names[IS_DRAFTED])

@@ -1,6 +1,6 @@
-"""The configuration and tensors of a drafter's own layers, which have Llama's or Qwen3's architecture, not the trunk's.
+"""The configuration and tensors of a drafter's own layers, whose architecture is Llama or Qwen3, not the trunk's.
 
-Training programs often copy the trunk's `config.json`, with its `model_type` and keys about latent attention or
+Training programs often copy the trunk's `config.json`, including `model_type` and the keys for latent attention or
 experts, so the architecture is inferred from the tensors.
 """
 
@@ -23,13 +23,13 @@ log = logging.getLogger("mtpjax.conversion")
 T = TypeVar("T", bound=LayersConfig)
 
 LLAMA, QWEN3 = "llama", "qwen3"
-# Sections that only speculators' configurations have.
+# Sections that exist only in speculators' configurations.
 SPECULATORS_SECTIONS = ("speculators_config", "transformer_layer_config")
 LATENT = re.compile(r"\.(kv_a_proj|kv_b_proj|q_a_proj|q_b_proj|fused_qkv_a_proj|kv_a_layernorm)")
 QUERY_NORM = ".self_attn.q_norm.weight"
 COUNTS_OF_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-# Families in class names. Their drafters have Llama's layers if they have Llama's tensors.
+# Family names in class names. Drafters for these families have Llama layers if they have Llama tensors.
 LIKE_LLAMA = (LLAMA, QWEN3, "mistral", "deepseek", "kimi")
 # Words in class names that are not families. SGLang and vLLM run these classes as Llama, and blocks as Qwen3.
 NO_FAMILY = re.compile(r"eagle3|dflash|dspark|speculator|draft|model|forcausallm|deep")
@@ -41,7 +41,7 @@ def is_speculators(values: dict[str, Any]) -> bool:
 
 
 def class_names(values: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the names in `architectures`; none if it is not a list."""
+    """Returns the names in `architectures`; () if it is not a list."""
     names = values.get("architectures")
     return tuple(map(str, names)) if isinstance(names, list) else ()
 
@@ -52,9 +52,9 @@ def parse_layers(
     """Parses the sizes of a drafter's own layers.
 
     Args:
-        values: the keys of the layers, possibly among others.
-        known_keys: other expected keys. The rest causes a warning.
-        names: the plain names of the drafter's tensors. (): unknown.
+        values: the `config.json` values, which may include other keys.
+        known_keys: other expected keys. Unknown keys cause a warning.
+        names: plain names of the drafter's tensors. (): unknown.
         classes: the names in `architectures`.
 
     Returns:
@@ -72,7 +72,7 @@ def parse_layers(
             "does not implement; supported: layers of Llama and Qwen3"
         )
     kind = _layer_type(model_type, names, classes)
-    # Experts of the trunk, in a configuration that was copied from it.
+    # Keys for the trunk's experts, in a configuration that was copied from it.
     if names and not any(".experts." in name for name in names):
         values = {key: value for key, value in values.items() if key not in EXPERT_KEYS}
     parsed = parse_config(values, kind)
@@ -87,9 +87,9 @@ def _layer_type(model_type: Any, names: Collection[str], classes: tuple[str, ...
     if others and model_type not in (LLAMA, QWEN3):
         raise ConfigError(
             f"config.json: model_type {model_type!r} with architectures {list(classes)} is not supported in a drafter; "
-            f"supported: {LLAMA}, {QWEN3}, and other values if no class contains the name of a different family"
+            f"supported: {LLAMA}, {QWEN3}, or any model_type whose architectures contain no other family's name"
         )
-    # The two differ in the norms of queries and keys, which the tensors show.
+    # The two differ in the query and key norms, which show in the tensors.
     has_query_norm = any(name.endswith(QUERY_NORM) for name in names)
     is_qwen = model_type == QWEN3 and not any(LLAMA in name for name in text)
     return QWEN3 if has_query_norm or is_qwen else LLAMA
@@ -101,10 +101,10 @@ def warn_of_unknown_keys(section: str, keys: Collection[str]) -> None:
 
 
 def make_architecture(kind: type[T], shapes: Mapping[str, tuple[int, ...]], **fields: Any) -> T:
-    """Makes an architecture that has the embedding and the head of the files.
+    """Makes an architecture with its own embedding and head if the files contain them.
 
     Raises:
-        ConfigError: the fields do not fit together.
+        ConfigError: the fields are inconsistent.
     """
     fields |= {"own_embedding": "embed_tokens.weight" in shapes, "own_head": "lm_head.weight" in shapes}
     try:
@@ -114,13 +114,13 @@ def make_architecture(kind: type[T], shapes: Mapping[str, tuple[int, ...]], **fi
 
 
 def describe_layers(block: ModelConfig) -> dict[str, Any]:
-    """Makes the keys of `config.json` that `parse_layers` reads."""
+    """Returns the `config.json` keys that `parse_layers` reads."""
     _, layers = describe_config(block, QWEN3 if block.use_qk_norm else LLAMA)
     return {name: value for name, value in layers.items() if name not in COUNTS_OF_MODULES}
 
 
 def describe_speculators(method: str, layers: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Makes the keys that all configurations of speculators have."""
+    """Returns the keys that all speculators configurations have."""
     return {
         "speculators_config": {
             "algorithm": method,
@@ -134,10 +134,11 @@ def describe_speculators(method: str, layers: dict[str, Any], num_tokens: int) -
 
 
 def layers_specs(config: LayersConfig, *, has_wide_first: bool = False) -> dict[str, ParamSpec]:
-    """Lists the parameters of projection, layers, final norm, embedding and head, with their tensors by plain name.
+    """Lists the parameters of projection, layers, final norm, embedding and head, with plain tensor names.
 
     Args:
-        has_wide_first: the first layer's attention reads the embedding too, and both inputs have a norm (EAGLE-3).
+        has_wide_first: whether the first layer's attention also reads the embedding and each input has a norm
+            (EAGLE-3).
     """
     block, D, F = config.block, config.block.hidden_size, config.block.intermediate_size
     specs = {"fc": linear("fc.weight", config.features_size, D), "norm_final/scale": copied("norm.weight", D)}

@@ -28,7 +28,7 @@ from mtpjax.safe_open import read_inside
 log = logging.getLogger("mtpjax.conversion")
 
 CONFIG = "config.json"
-# Names of weight files that only Medusa's authors use.
+# Weight file names that only Medusa's authors use.
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 NO_SCALES = ScaleMap({})
 
@@ -39,8 +39,8 @@ class StoredDrafter:
 
     method: DraftMethod
     config: DraftArchitecture
-    params: dict[str, Any]  # of the network, nested by name
-    draft_ids: Any  # [R] int32 token of each column of the head; None: column j is token j
+    params: dict[str, Any]  # the network's parameters, nested by name
+    draft_ids: Any  # [R] int32 token id of each head column; None: column j is token j
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class DrafterPlan:
 
     method: DraftMethod
     config: Any
-    specs: dict[str, ParamSpec]  # by the names in the files
-    names: dict[str, str]  # of the tensors in the files, by plain name
+    specs: dict[str, ParamSpec]  # with tensor names as in the files
+    names: dict[str, str]  # plain name -> tensor name in the files
 
 
 def read_drafter(
@@ -61,9 +61,9 @@ def read_drafter(
     Args:
         path: a directory with `config.json` and safetensors files, or Medusa's `.pt` file.
         trunk: sizes of the trunk.
-        methods: the possible methods. If there are several, the files decide.
-        dtype: dtype to cast the parameters to. None keeps those of the files.
-        **reading: choices for what the files do not state.
+        methods: candidate methods. If there are several, the method is detected from the files.
+        dtype: dtype to cast the parameters to. None: as in the files.
+        **reading: choices for what the files do not specify.
 
     Returns:
         The drafter.
@@ -83,18 +83,18 @@ def read_drafter(
             index = tuple((0, size) for size in spec.shape)
             params[tuple(name.split("/"))] = jax.device_put(read_as(files, NO_SCALES, spec, index, kind))
         config = plan.config
-        stored = StoredDrafter(plan.method, config, unflatten_dict(params), None)
         ids = plan.method.require_files().ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
         if isinstance(files, CheckpointFiles):
             files.report()
-            # A drafter without a head or an embedding uses the trunk's, so a missing one may be intended.
+            # A drafter without its own head or embedding uses the trunk's, so a missing head or embedding may be
+            # intended.
             if files.unread:
                 log.warning("%s has safetensors files that are not read: %s", path, ", ".join(files.unread))
-    return dataclasses.replace(stored, draft_ids=ids)
+    return StoredDrafter(plan.method, config, unflatten_dict(params), ids)
 
 
 def open_drafter(path: pathlib.Path) -> CheckpointFiles | TorchFile:
-    """Opens the weights of a drafter: files with safetensors' usual names, else those of Medusa's authors."""
+    """Opens a drafter's weights: safetensors files with the usual names, else the files of Medusa's authors."""
     has_usual = not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))
     if not has_usual and (path / MEDUSA_SAFETENSORS).exists():
         return CheckpointFiles(path, only=MEDUSA_SAFETENSORS)
@@ -126,7 +126,7 @@ def make_drafter_plan(
         raise CheckpointFileError(packed)
     names = names_in_files(files.tensors, path, methods)
     shapes = {plain: files.tensors[name].shape for plain, name in names.items()}
-    # 1. The architecture, and the tensors that it has.
+    # 1. The architecture and its tensors.
     try:
         method = methods[0] if len(methods) == 1 else detect_method(values, shapes, methods)
         own = method.require_files()
@@ -134,7 +134,7 @@ def make_drafter_plan(
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     specs = own.specs(config, format)
-    # 2. Each tensor once, of the shape that the configuration implies.
+    # 2. Every tensor must exist exactly once, with the shape that the configuration implies.
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     missing = sorted(wanted.keys() - shapes.keys())
     extra = sorted(shapes.keys() - wanted.keys() - {*own.ids.names})
@@ -157,5 +157,5 @@ def make_drafter_plan(
 
 
 def _names_of(names: dict[str, str], plain: list[str]) -> str:
-    """Joins the names of up to five tensors, as the files have them."""
+    """Joins the names of up to five tensors, as in the files."""
     return ", ".join(names[each] for each in plain[:5]) or "none"

@@ -1,7 +1,7 @@
-"""The plain names of a drafter's tensors, without the prefixes of training programs.
+"""Plain names of a drafter's tensors, without the prefixes that training programs add.
 
-Programs save the drafter inside other modules (`model.fc.weight`, `draft_model.layers.0...`, `module.fc.weight` of
-PyTorch's DDP), and formats name a few modules differently. The specs of parameters use the plain names.
+Programs save the drafter inside other modules (`model.fc.weight`, `draft_model.layers.0...`, or PyTorch DDP's
+`module.fc.weight`), and formats name a few modules differently. Parameter specs use the plain names.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from mtpjax.errors import CheckpointFileError
 
 # Wrappers of DDP, torch.compile, FSDP and activation checkpointing, which can occur anywhere in a name.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Attributes that hold the whole drafter and so prefix its names; a method may add more (`DrafterFiles.owners`).
+# Attributes that hold the whole drafter and therefore prefix its names; methods may add more (`DrafterFiles.owners`).
 OWNERS = {"model", "draft_model", "draft", "drafter", "speculator"}
 MIDLAYER = "midlayer."  # the first layer in EAGLE's and SpecForge's files; `layers.0.` in speculators'
-# Other names of modules, and the plain ones: older norms of EAGLE-3.1's three states, and Muse's context of DFlash.
+# Alternative module names -> plain names: older names for EAGLE-3.1's three norms, and Muse's for DFlash's context.
 ALIASES = {
     MIDLAYER: "layers.0.",
     "aux_norm_low.": "fc_norm.0.",
@@ -41,7 +41,7 @@ def plain_name(name: str, owners: Collection[str]) -> str:
 
 
 def names_in_files(tensors: Iterable[str], path, methods: Sequence[DraftMethod]) -> dict[str, str]:
-    """Maps plain names to the names in the files. Two tensors with one plain name are an error: one is unrelated."""
+    """Maps plain names to the names in the files. Two tensors with the same plain name raise an error."""
     owners = OWNERS.union(*((method.name, *method.files.owners) for method in methods if method.files is not None))
     names: dict[str, str] = {}
     for name in sorted(tensors):

@@ -1,8 +1,8 @@
 """Reads tensors from a `.pt` file of PyTorch without unpickling it.
 
 Such a file is a zip archive: `data.pkl` is a pickle that describes the tensors, and `data/N` holds the bytes of storage
-N. A pickle is a program: Python's unpickler imports and calls any function that it refers to. This interpreter supports
-only dicts, tuples, numbers and three globals, which it never imports: the function that rebuilds a tensor,
+N. A pickle is a program: Python's unpickler imports and calls any function that the pickle refers to. This interpreter
+supports only dicts, tuples, numbers and three globals, which it never imports: the function that rebuilds a tensor,
 `OrderedDict`, and the storage types. Anything else is an error.
 """
 
@@ -31,14 +31,14 @@ STORAGES = {
 
 
 class _Name(NamedTuple):
-    """A global in the pickle. It is compared with the known ones, and never imported."""
+    """A global in the pickle. It is compared with the known names and never imported."""
 
     module: str
     name: str
 
 
 class _Storage(NamedTuple):
-    """A storage, which the pickle refers to by its key."""
+    """A storage, which the pickle references by key."""
 
     dtype: np.dtype
     key: str
@@ -56,7 +56,7 @@ _MARK = object()
 
 
 class TorchFile:
-    """The tensors of a `.pt` file, with the part of `CheckpointFiles` that reading parameters needs.
+    """The tensors of a `.pt` file, with the parts of the `CheckpointFiles` interface that reading parameters needs.
 
     Attributes:
         path: the file.
@@ -64,7 +64,7 @@ class TorchFile:
     """
 
     def __init__(self, path):
-        """Opens the file and checks the description of its tensors.
+        """Opens the file and checks its tensor descriptions.
 
         Args:
             path: the file.
@@ -102,7 +102,7 @@ class TorchFile:
         return np.frombuffer(bytearray(content), tensor.storage.dtype).reshape(tensor.shape)[begin:end]
 
     def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Reads rows of a tensor, and rejects infinite and NaN elements."""
+        """Reads rows of a tensor and rejects infinite and NaN elements."""
         rows = self.read(name, begin, end)
         if not np.isfinite(rows.astype(np.float32)).all():
             raise CheckpointFileError(f"{self.path}: tensor {printable(name, 200)} has infinite or NaN elements")
@@ -118,7 +118,7 @@ class TorchFile:
             ) from error
         entries = {entry.filename: entry for entry in self._zip.infolist()}
         pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
-        # Stored, so that no entry is larger than the file.
+        # Require stored (uncompressed) entries, so that none is larger than the file.
         if len(entries) != len(self._zip.infolist()) or any(entry.compress_type for entry in entries.values()):
             raise CheckpointFileError(f"{self.path} has compressed or repeated entries, which PyTorch does not write")
         if len(pickles) != 1 or entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
@@ -143,10 +143,10 @@ class TorchFile:
         """Interprets the pickle."""
         try:
             return _interpret(content)
-        # Malformed pickles fail in many ways, but they run only the code of this file.
+        # Malformed pickles fail in many ways, but they only run code in this file.
         except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointFileError(
-                f"{self.path} is not supported: {printable(error, 300)}. Only dicts of tensors are; use safetensors"
+                f"{self.path} is not supported: {printable(error, 300)}. Only dicts of tensors work; use safetensors"
             ) from error
 
 
@@ -198,7 +198,7 @@ def _interpret(content: bytes) -> Any:
 
 
 def _known(name: _Name) -> _Name:
-    """Returns a name that tensors need, and rejects all others."""
+    """Returns a name that tensors need; raises an error for any other name."""
     if name in (_REBUILD, _ORDERED_DICT) or (name.module == "torch" and name.name in STORAGES):
         return name
     raise ValueError(f"it uses {name.module}.{name.name}, which is never imported")
@@ -213,7 +213,7 @@ def _storage(reference: Any) -> _Storage:
 
 
 def _rebuild(function: Any, arguments: Any) -> Any:
-    """Interprets the two calls that occur in descriptions of tensors."""
+    """Interprets the two calls that occur in tensor descriptions."""
     if function == _ORDERED_DICT and arguments == ():
         return {}
     if function != _REBUILD:

@@ -1,6 +1,6 @@
-"""The trunk states that a drafter reads, as the ids of the layers that they enter (`DraftArchitecture.layer_ids`).
+"""The trunk states that a drafter reads, given as ids of the layers that they enter (`DraftArchitecture.layer_ids`).
 
-In a trunk of L layers, the id L is the output of the last layer, which enters the final norm, and L + 1 the output of
+In a trunk of L layers, id L is the output of the last layer, which enters the final norm, and id L + 1 the output of
 that norm.
 """
 
@@ -13,7 +13,7 @@ from mtpjax.errors import ConfigError
 log = logging.getLogger("mtpjax.conversion")
 
 LastLayerState = Literal["before_norm", "after_norm"]
-LAST_LAYER_STATE = "last_layer_state"  # the key of `config.json`, which mtpjax writes
+LAST_LAYER_STATE = "last_layer_state"  # key in `config.json`, written by mtpjax
 STATES: tuple[LastLayerState, ...] = ("before_norm", "after_norm")
 
 
@@ -27,7 +27,7 @@ def entered_layers(
     usual: LastLayerState,
     choice: LastLayerState | None,
 ) -> tuple[int, ...]:
-    """Converts a file's layer ids to those of the layers that the states enter.
+    """Converts a file's layer ids to the ids of the layers that the states enter.
 
     Args:
         listed: the ids.
@@ -35,9 +35,9 @@ def entered_layers(
         num_layers: layers of the trunk.
         are_outputs: True if the ids are layers whose outputs are read, where -1 is the embedding; False if they are
             layers that the states enter.
-        stated: the state of the last layer that the file states.
-        usual: the state that programs of this format train on.
-        choice: the state that the caller chose.
+        stated: the last-layer state that the file specifies.
+        usual: the last-layer state that programs with this format train on.
+        choice: the last-layer state that the caller chose.
 
     Returns:
         The ids.
@@ -78,14 +78,14 @@ def entered_layers(
 
 
 def read_last_layer_state(*sections: ConfigReader) -> LastLayerState | None:
-    """Reads the state of the last layer that the drafter was trained on; None if no section states it."""
+    """Reads which last-layer state the drafter was trained on; None if no section specifies it."""
     for section in sections:
         section.require(LAST_LAYER_STATE, *STATES)
     return next((value for section in sections if (value := section.get(LAST_LAYER_STATE)) is not None), None)
 
 
 def describe_last_layer(layer_ids: tuple[int, ...], num_layers: int) -> tuple[list[int], dict[str, str]]:
-    """Returns the ids of the entered layers as files list them, and the key of the last layer's state if it is read."""
+    """Returns the entered layers' ids as files list them, and the key for the last-layer state if it is read."""
     if {num_layers, num_layers + 1} <= set(layer_ids):
         raise ConfigError(
             "no format can express a drafter that reads the last layer both before and after the final norm"

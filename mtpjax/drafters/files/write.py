@@ -1,4 +1,4 @@
-"""Writes a drafter in a published format: like existing files, or as new ones."""
+"""Writes a drafter in a published format, either like existing files or as new files."""
 
 import contextlib
 import itertools
@@ -46,8 +46,8 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
     Args:
         path: the folder to write; it appears once it is complete.
         drafter: the drafter.
-        like: the directory of a drafter of the same architecture, to keep its `config.json`, its other files, and the
-            names, order and dtypes of its tensors. Unchanged parameters then give the same bytes.
+        like: directory of a drafter with the same architecture, whose `config.json`, other files, and tensor names,
+            order and dtypes are kept. Unchanged parameters then give the same bytes.
         form: without `like`, one of `DrafterFiles.formats`; None: the first.
 
     Raises:
@@ -83,7 +83,7 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
 
 
 def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, drafter: StoredDrafter) -> DrafterPlan:
-    """Finds the reading of the files at `path` that gives the drafter's architecture."""
+    """Finds the reading of the files at `path` that yields the drafter's architecture."""
     for choices in itertools.product(*READINGS.values()):
         reading: Any = dict(zip(READINGS, choices, strict=True))
         try:
@@ -96,7 +96,7 @@ def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, drafter: 
 
 
 def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
-    """Returns the tensors and the configuration of a new file."""
+    """Returns the tensor specs and the configuration for new files."""
     files = method.require_files()
     if form not in (None, *files.formats):
         raise ConfigError(f"format of {method.title} must be {' or '.join(map(repr, files.formats))}, got {form!r}")
@@ -107,7 +107,7 @@ def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[
 
 
 def find_form(method: DraftMethod, config: Any, *, has_draft_ids: bool) -> str:
-    """Finds a format that can express a drafter: the default one, unless a draft vocabulary needs a different one.
+    """Finds a format that can express a drafter: the default format, unless a draft vocabulary needs a different one.
 
     Raises:
         ConfigError: no format can express it.
@@ -158,7 +158,7 @@ def _tensor_blocks(
 
 
 def _new_shards(specs: dict[str, ParamSpec], drafter: StoredDrafter) -> list[Shard]:
-    """Lays out the tensors as the safetensors package does: by decreasing element size, then by name."""
+    """Orders the tensors as the safetensors package does: by decreasing element size, then by name."""
     flat, ids = _flat(drafter), _ids_tensors(drafter)
     entries = {
         piece.name: TensorEntry(piece.name, flat[path].dtype, piece.shape)

@@ -20,7 +20,7 @@ class LookupDrafter(Drafter):
 
     Attributes:
         min_n: minimum length of a matching n-gram.
-        max_n: maximum length.
+        max_n: maximum length of a matching n-gram.
     """
 
     min_n: int = 2
@@ -34,7 +34,7 @@ class LookupDrafter(Drafter):
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Copies `spec.num_steps` tokens; see `Drafter.propose`."""
         spec, vocab_size = decoder.spec, decoder.vocab_size
-        # Depth 0 of an adaptive call verifies the pending token alone.
+        # At depth 0 an adaptive call verifies only the pending token.
         pending = read_rows(state.tokens, state.length - 1, 1)
         if not spec.num_steps:
             return Draft(pending), state
@@ -55,23 +55,23 @@ def find_ngram(
     `ngram_proposer.py` chooses in the same way. Matches may overlap the suffix.
 
     Args:
-        tokens: `[L]` int32; the first `length` of them are the text.
-        length: `[]` int32, number of tokens of the text.
+        tokens: `[L]` int32; the first `length` tokens are the text.
+        length: `[]` int32, number of tokens in the text.
         min_n: minimum length of the n-gram.
         max_n: maximum length.
         num_drafts: number of tokens to copy, K.
 
     Returns:
-        drafts `[K]` int32, and the number of them that were found, `[]` int32. A round always verifies K drafts, so the
-        rest repeats the copied tokens, or the last token if there is no match.
+        drafts `[K]` int32, and the number of drafts that were found, `[]` int32. A round always verifies K drafts, so
+        the rest repeat the copied tokens, or the last token if there is no match.
     """
     L = tokens.shape[0]
     # Index an occurrence by its end: the position of the token that follows it. That token must be part of the text.
     end = jnp.arange(L)
     matched, num_matched = end < length, jnp.zeros(L, jnp.int32)
     for distance in range(1, max_n + 1):
-        # Compare the token `distance` positions before each end with the one as far before the text's end. After this
-        # step `num_matched` is the length of the common suffix, up to `distance`.
+        # Compare the token `distance` positions before each end with the token `distance` positions before the text's
+        # end. After this step `num_matched` is the length of the common suffix, up to `distance`.
         before = jnp.pad(tokens, (distance, 0))[:L]
         matched &= (before == tokens[jnp.maximum(length - distance, 0)]) & (end >= distance)
         num_matched += matched
@@ -79,7 +79,7 @@ def find_ngram(
     longest = num_matched.max()
     has_match = longest >= min_n
     continuation = jnp.where(has_match, jnp.argmax(num_matched == longest), length - 1)  # argmax: the first one
-    # The text ends `available` tokens after the match. Further drafts repeat them from the first on.
+    # The text ends `available` tokens after the match. Further drafts repeat these tokens from the first on.
     available = length - continuation
     step = jnp.arange(num_drafts) % jnp.maximum(available, 1)
     drafts = tokens[jnp.clip(continuation + step, 0, L - 1)]

@@ -1,4 +1,4 @@
-"""The record of prompt lookup."""
+"""The `DraftMethod` of prompt lookup."""
 
 from mtpjax.drafters.lookup.drafting import LookupDrafter
 from mtpjax.drafters.method import DraftMethod

@@ -1,4 +1,4 @@
-"""The Medusa drafter (2401.10774): one head per draft level, on the trunk's final hidden state."""
+"""The Medusa drafter (2401.10774): one head per draft level, all reading the trunk's final hidden state."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ Choices = tuple[tuple[int, ...], ...]
 class MedusaState(flax.struct.PyTreeNode):
     """State of the Medusa drafter."""
 
-    hidden: jax.Array  # [B, 1, D] the trunk's state, after its final norm, that the pending token was chosen from
+    hidden: jax.Array  # [B, 1, D] trunk state after the final norm, from which the pending token was chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MedusaDrafter(TrainedDrafter):
     title: ClassVar[str] = "Medusa"
     limits: ClassVar[DraftLimits] = dataclasses.replace(
         TrainedDrafter.limits,
-        draft_window="draft_window applies only to drafters with a cache; Medusa heads have none",
+        draft_window="draft_window applies only to drafters with a cache, and Medusa heads have no cache",
         levels="Medusa heads, one per level",
     )
 
@@ -67,7 +67,7 @@ class MedusaDrafter(TrainedDrafter):
 
     @property
     def max_levels(self) -> int:
-        """One level per head."""
+        """Number of heads: one level per head."""
         return self.architecture.num_heads
 
     @property
@@ -79,14 +79,11 @@ class MedusaDrafter(TrainedDrafter):
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the heads are for a different trunk or do not support the settings."""
         super().check(model, config)
-        if self.choices:
-            self._check_choices(config)
-
-    def _check_choices(self, config: DecodeConfig) -> None:
-        """Raises `ValueError` unless the settings describe the static tree."""
-        depth = max(map(len, self.choices))
+        if not self.choices:
+            return
+        # The settings must describe the static tree.
         wanted = {
-            "num_steps": depth,
+            "num_steps": max(map(len, self.choices)),
             "topk": max(rank for path in self.choices for rank in path) + 1,
             "num_draft_tokens": len(self.choices) + 1,
         }
@@ -102,7 +99,7 @@ class MedusaDrafter(TrainedDrafter):
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """One output matrix per head, or one that they share."""
+        """One output matrix per head, or one that all heads share."""
         own = self.architecture
         return tuple(f"output_{index}" for index in range(1 if own.shares_output else own.num_heads))
 
@@ -133,12 +130,12 @@ class MedusaDrafter(TrainedDrafter):
         spec, prepared = decoder.spec, weights.drafter
         if not spec.num_steps:
             return super().propose(decoder, weights, state)
-        # 1. The residual layers of every head that is used, at the state of the pending token.
+        # 1. Run the residual layers of every head in use on the state that the pending token was chosen from.
         heads = Medusa(self.architecture, decoder.model.implementation)
         run: Any = functools.partial(heads.apply, {"params": prepared.network}, method="hidden")
         hidden = [run(state.drafter.hidden, index) for index in range(spec.num_steps)]
 
-        # 2. Scores of the tokens after f nodes of one level, which all read the same state.
+        # 2. Score the tokens after f nodes of one level, which all read the same state.
         def scores(level: int, num_nodes: int, path: PathTokens | None) -> DraftScores:
             rows = jnp.repeat(hidden[level - 1], num_nodes, axis=1)
             return DraftScores(decoder, weights.params, state, prepared.head, rows, level - 1, path, level)
@@ -151,8 +148,8 @@ class MedusaDrafter(TrainedDrafter):
 
     def _draft_choices(self, scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
         """Fills the static tree: a node of rank r at depth d is the r-th best candidate of head d-1."""
-        # Penalties ignore drafted tokens here, since a level has the same candidates after every parent. That is safe:
-        # the rules of this tree follow the target's own probabilities.
+        # Penalties ignore drafted tokens here, since a level has the same candidates after every parent. That is safe,
+        # because the rules for this tree follow the target's own probabilities.
         best = []
         for level in range(1, spec.num_steps + 1):
             of_level = scores(level, 1, None)
@@ -175,7 +172,7 @@ class MedusaDrafter(TrainedDrafter):
 
 
 def _draft_tree(scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
-    """Drafts a tree level by level; all nodes of a level have the same hidden state."""
+    """Drafts a tree level by level; all nodes of a level use the same head output."""
     builder = tree_builder(state, spec)
     drafted, mask, num_nodes, path = jnp.zeros((len(state.tokens), 0), jnp.int32), None, 1, None
     for level in range(1, builder.num_levels + 1):

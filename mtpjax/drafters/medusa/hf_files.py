@@ -1,7 +1,7 @@
 """Configuration and tensor names of Medusa heads: its authors' format and vLLM's.
 
 Head k with n layers has the tensors `k.j.linear.weight` and `k.n.weight` in the authors' format (`medusa_lm_head.pt`),
-and `blocks.k.layers.j.weight` and `lm_heads.k.weight` in vLLM's. Published configurations sometimes state a wrong
+and `blocks.k.layers.j.weight` and `lm_heads.k.weight` in vLLM's. Published configurations sometimes have the wrong
 number of heads, so the tensors decide.
 """
 
@@ -27,7 +27,7 @@ TOKEN_MAP = "token_map"  # vLLM's draft vocabulary: column j of a head is token 
 def parse_medusa(
     values: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], trunk: TrunkSizes
 ) -> tuple[MedusaConfig, str]:
-    """Parses `config.json`; arguments and result are those of `DrafterFiles.parse`."""
+    """Parses `config.json`; arguments and result as in `DrafterFiles.parse`."""
     reader = ConfigReader(values)
     form = "vllm" if any(name.startswith(("blocks.", "lm_heads.")) for name in shapes) else "medusa"
     if form == "medusa":
@@ -44,7 +44,7 @@ def parse_medusa(
     for key, found in zip(keys, (len(heads), len(layers)), strict=True):
         stated = reader.integer(key, found, low=0)
         if stated != found:
-            log.warning("config.json: %s is %d, but the files hold %d; using the files", key, stated, found)
+            log.warning("config.json: %s is %d, but the files contain %d; using %d", key, stated, found, found)
     vocab_size = reader.integer("vocab_size", trunk.vocab_size)
     draft_size = shapes[output][0]
     if form == "vllm" and draft_size != reader.integer("truncated_vocab_size", vocab_size):

@@ -1,4 +1,4 @@
-"""The record of Medusa, and how its heads are made for training."""
+"""The Medusa `DraftMethod`, and how its heads are created for training."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from mtpjax.models.config import ModelConfig
 
 
 def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> MedusaConfig:
-    """Returns `num_depths` heads of one residual layer."""
+    """Returns `num_depths` heads with one residual layer each."""
     return MedusaConfig(
         hidden_size=trunk.hidden_size,
         vocab_size=trunk.vocab_size,

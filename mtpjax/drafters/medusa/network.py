@@ -26,7 +26,7 @@ class MedusaConfig:
         shares_output: whether all heads share one output matrix (vLLM's `original_lm_head`).
 
     Raises:
-        ValueError: for values that do not fit together.
+        ValueError: for inconsistent values.
     """
 
     hidden_size: int
@@ -40,7 +40,7 @@ class MedusaConfig:
     def __post_init__(self):
         for name in ("hidden_size", "vocab_size", "num_heads"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        require(self.num_layers >= 0, f"num_layers must not be negative, got {self.num_layers}")
+        require(self.num_layers >= 0, f"num_layers must be at least 0, got {self.num_layers}")
         object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
         require(
             1 <= self.draft_vocab_size <= self.vocab_size,
@@ -59,7 +59,7 @@ class MedusaConfig:
 
 
 class MedusaHead(nn.Module):
-    """The residual layers of one head, `[..., D] -> [..., D]`: `x + silu(x W + b)` each."""
+    """The residual layers of one head, `[..., D] -> [..., D]`; each computes `x + silu(x W + b)`."""
 
     config: MedusaConfig
     implementation: str = "auto"
@@ -68,7 +68,7 @@ class MedusaHead(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         D = self.config.hidden_size
         for layer in range(self.config.num_layers):
-            # With zeros, an untrained head only applies its output matrix.
+            # Initialised with zeros, so that an untrained head only applies its output matrix.
             kernel = self.param(f"kernel_{layer}", nn.initializers.zeros, (D, D))
             projected = matrix_product(x, kernel, implementation=self.implementation)
             if self.config.has_bias:

@@ -54,13 +54,13 @@ class MTPNetwork:
     def scores(
         self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
-        """Scores tokens by the module's head, or a reduced one; see `DraftNetwork.scores`."""
+        """Scores tokens with the module's head or a reduced head; see `DraftNetwork.scores`."""
         return DraftScores(self.decoder, self.prepared.network, state, self.prepared.head, output, index, path, level)
 
 
 @dataclasses.dataclass(frozen=True)
 class MTPDrafter(CachedDrafter):
-    """Drafts with the model's MTP modules: a chain with any number of them, a tree with one."""
+    """Drafts with the model's MTP modules: a chain with any number of modules, a tree with exactly one."""
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the model has no modules or cannot draft the tree."""
@@ -105,7 +105,7 @@ class MTPDrafter(CachedDrafter):
         return ModuleSizes(config.num_mtp_modules, config, (config.mtp_kind,), config.hidden_size)
 
     def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
-        """Picks the hidden states `[B, T, D]` that enter the modules."""
+        """Picks the hidden states `[B, T, D]` that the modules read."""
         return decoder.model.mtp_input_hidden(output)
 
 

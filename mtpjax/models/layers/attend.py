@@ -24,15 +24,15 @@ def attend(
     scale: float,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes softmax attention jointly over several sources of keys, in plain XLA. Scores are float32.
+    """Computes softmax attention jointly over several sources of keys, in plain XLA with float32 scores.
 
     Args:
         q: `[B, K, T, G, H]` queries, G per key/value head.
         sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source, converted to q's dtype.
-        masks: `[B, T, S]` bool of each source. With a mask `[B, T, 1]`, row i attends only to entry i.
-        scale: factor of the scores.
-        sinks: `[K, G]` a learned logit of each head, which enters the softmax but adds no value (StreamingLLM,
-            2309.17453, section 3.3, in gpt-oss's form). None: no sinks.
+        masks: `[B, T, S]` bool for each source. With a mask `[B, T, 1]`, token i attends only to entry i.
+        scale: factor that multiplies the scores.
+        sinks: `[K, G]` learned logit per head, which enters the softmax but adds no value (StreamingLLM, 2309.17453,
+            section 3.3, in gpt-oss's form). None: no sinks.
 
     Returns:
         `[B, K, T, G, Hv]` in q's dtype.
@@ -48,7 +48,7 @@ def attend(
     scores = []
     for (key, _), mask in zip(sources, masks, strict=True):
         if mask.shape[-1] == 1:
-            # Elementwise: XLA on a CPU turns the batched product of single rows into a loop.
+            # Elementwise, because XLA on a CPU turns a batched matmul of single rows into a loop.
             pairs = q.astype(jnp.float32) * key.astype(jnp.float32)[:, :, :, None]
             score = pairs.sum(-1, keepdims=True)
         else:
@@ -57,7 +57,7 @@ def attend(
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     joined = joined * scale
     if sinks is not None:
-        # An additional column of the softmax: it takes a share of the weight but has no value.
+        # A sink is an additional column of the softmax: it takes a share of the weight but has no value.
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, :, None], (*joined.shape[:-1], 1))
         joined = jnp.concatenate([joined, sink], axis=-1)
     weights = jax.nn.softmax(joined, axis=-1).astype(q.dtype)
@@ -82,26 +82,26 @@ def attend_cache(
     value_up: jax.Array | None = None,
     selection: Masks | None = None,
 ) -> jax.Array | None:
-    """Attends to a whole layer of a cache with a kernel: `verify_attention`, or `prefill_attention` for many tokens.
+    """Attends to one layer's whole cache with a kernel: `verify_attention`, or `prefill_attention` for many tokens.
 
-    The kernels read only slots that the tokens attend to, so the caller need not cut out windows.
+    The kernels read only slots that the tokens attend to, so the caller need not slice out windows.
 
     Args:
         q: `[B, K, T, G, H]` queries.
-        keys: `[B, K, S, H]` keys of the cache; of a cache in pages `[P, K, size, H]`.
-        values: `[B, K, S, Hv]`; None takes the first Hv columns of the keys, with Hv of `value_up`.
-        value_up: `[G, Hv, V]`, a matrix of each head that multiplies its output; K is 1.
-        selection: the keys that an indexer selected, one mask `[B, T, S]`; only `prefill_attention` takes it.
+        keys: `[B, K, S, H]` keys of the cache; in a paged cache `[P, K, size, H]`.
+        values: `[B, K, S, Hv]`; None: the first Hv columns of the keys, with Hv from `value_up`.
+        value_up: `[G, Hv, V]`, a matrix per head that multiplies its output; requires K = 1.
+        selection: keys that an indexer selected, as one mask `[B, T, S]`; only `prefill_attention` supports it.
 
     Returns:
-        `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
+        `[B, K, T, G, Hv]`, or `[B, 1, T, G, V]` with `value_up`; None if the caller should use XLA (`attend`).
     """
     reach, storage = view.reach, view.storage
     if reach is None:
         return None
     value_width = None if value_up is None else value_up.shape[1]
     is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
-    # Few tokens, or a draft tree.
+    # Few tokens or a draft tree.
     if q.shape[2] <= MAX_QUERY_TOKENS or not reach.is_chain:
         table = storage.table
         shape = {"is_windowed": is_windowed, "pages_per_row": None if table is None else table.shape[1]}
@@ -111,7 +111,7 @@ def attend_cache(
         settings |= {"value_up": value_up, "page_shift": storage.shift}
         operands = (q, keys, values, reach.base, reach.ancestor_mask, reach.begin, table)
         return verify_attention(*operands, **settings, implementation=chosen)
-    # A prefill chunk. Copying a row's pages costs little compared with the attention of a whole chunk.
+    # A prefill chunk. Copying a row's pages is cheap compared with attention for a whole chunk.
     keys, values = storage.first(keys), None if values is None else storage.first(values)
     mask = selection[0] if selection else None
     if mask is not None and mask.shape[2] != keys.shape[2]:

@@ -1,4 +1,4 @@
-"""The record that describes one kind of attention to the rest of the model."""
+"""`AttentionKind` describes one kind of attention to the rest of the model."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,15 +12,16 @@ Axes = tuple[str | None, ...]  # one axis name of `mtpjax.models.sharding.MESH_A
 
 
 def _keep(entries: Entries, _: jax.Array) -> Entries:
-    """Commits or resets an attention layer: accepted entries are in place, and others are never read."""
+    """Leaves entries unchanged: accepted ones are already in place, and others are never read."""
     return entries
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-    """One kind of attention. A new kind is one file with its module and record, and one row in `ATTENTION_KINDS`.
+    """One kind of attention.
 
-    Names of its checkpoint tensors are a row of `conversion.attention_names.ATTENTION_NAMES`.
+    To add a kind, write a file with its module and its `AttentionKind`, add a row to `ATTENTION_KINDS`, and add the
+    names of its checkpoint tensors to `conversion.attention_names.ATTENTION_NAMES`.
 
     Attributes:
         scope: name of the layer's parameters within a block, such as "attention".
@@ -30,11 +31,11 @@ class AttentionKind:
         empty_entries: makes the zero-filled cache entries of one layer from the config, the layer's kind, the batch
             size B, the slots S, and the dtype.
         cache_axes: axis names of each cache entry.
-        split_sizes: fields of the config with the heads that `tensor` of a mesh splits.
-        param_axes: (regular expression of the parameter's path, axis names) pairs; the first match counts.
-        commit: keeps what the first `num_committed [B]` tokens of the last pass left in the entries.
+        split_sizes: config fields with the numbers of heads that the mesh axis `tensor` splits.
+        param_axes: (regular expression for the parameter path, axis names) pairs; the first match applies.
+        commit: updates the entries so that they cover only the first `num_committed [B]` tokens of the last pass.
         reset: prepares the rows `is_new [B]` for new texts.
-        is_recurrent: whether the layer keeps a state instead of an entry per slot.
+        is_recurrent: True if the layer keeps a state instead of an entry per slot.
     """
 
     scope: str

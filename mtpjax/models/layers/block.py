@@ -12,14 +12,15 @@ from pallas_kernels.partial_sums import PartialSums
 
 
 class Block(nn.Module):
-    """Maps the residual stream `[B, T, D]` to the stream after attention and the update of the feed-forward layer.
+    """Maps the residual stream `[B, T, D]` to the stream after attention, and the feed-forward update.
 
-    The update is not added yet, because the norm of the next layer does so in one kernel; `update` is that of the
-    previous layer. Without `x` the stream starts with the update. Also returns the attention's new cache entries and
-    the selection of an indexer.
+    The feed-forward update is not added yet, because the next layer's norm adds it in the same kernel; the argument
+    `update` is the previous layer's. Without `x` the stream starts with `update`. Also returns the attention's new
+    cache entries and the selection of an indexer.
 
     `layer_cache` is one layer of a cache (returned with the new entries appended), `Recycled`, or None for a pass over
-    whole rows. `selection` has the masks of the last indexer before this layer; layers without one pass them on.
+    whole rows. `selection` holds the masks from the last indexer before this layer; layers without an indexer pass them
+    on.
     """
 
     config: ModelConfig
@@ -40,7 +41,7 @@ class Block(nn.Module):
         def add_and_norm(name: str) -> AddRMSNorm:
             return AddRMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation, name=name)
 
-        # Attention, of the layer's kind.
+        # Attention of this layer's kind.
         record = ATTENTION_KINDS[self.kind.attention]
         attention = record.module(config, self.kind, self.implementation, record.scope)
         x, normed = add_and_norm("norm_attention")(x, update)

@@ -8,7 +8,7 @@ from pallas_kernels.batch_invariance import is_batch_invariant
 
 
 def activate(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float = 0.0) -> jax.Array:
-    """Applies a gated activation whose inputs or factors `[..., F]` are clamped to `limit`; 0: nothing is clamped.
+    """Applies a gated activation, with inputs or factors `[..., F]` clamped to `limit`; 0: no clamping.
 
     Step-3.5 clamps after the activation: `min(silu(gate), limit) * clip(up, -limit, limit)`. With `alpha` (gpt-oss)
     the clamps come first, and the result is `(up + 1) * gate * sigmoid(alpha * gate)`.
@@ -34,28 +34,25 @@ def mix_clamped_experts(
 ) -> jax.Array:
     """Runs each token `x [n, D]` through its chosen experts and sums their weighted outputs; differentiable.
 
-    Arguments are as in `mix_experts` and `activate`. `biases` are those of gate and up `[E, 2, F]` and of the output
-    `[E, D]`.
+    Arguments are as in `mix_experts` and `activate`. `biases` are (gate and up `[E, 2, F]`, output `[E, D]`).
 
     Raises:
         ValueError: within `pallas_kernels.batch_invariant`, which XLA does not support.
     """
-    require(
-        not is_batch_invariant(), "deterministic decoding needs a kernel for experts, but clamped experts run in XLA"
-    )
+    require(not is_batch_invariant(), "deterministic decoding needs an expert kernel, but clamped experts run in XLA")
     E, D, _, F = gate_up.shape
     k = ids.shape[1]
-    # Sort the pairs of token and expert by expert; those without an expert come last, after all groups.
+    # Sort the (token, expert) pairs by expert; pairs without an expert come last, after all groups.
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     expert, token, sizes = flat[order], order // k, jnp.bincount(flat, length=E).astype(jnp.int32)
     is_used = (expert < E)[:, None]
     own = jnp.minimum(expert, E - 1)
-    # One product per expert over its rows; every row gets its expert's bias.
+    # One matmul per expert over its rows; every row gets its expert's bias.
     products = jax.lax.ragged_dot(x[token], gate_up.reshape(E, D, 2 * F), sizes)
     products = products.reshape(-1, 2, F) + (0 if biases is None else biases[0].astype(x.dtype)[own])
     hidden = activate(products[:, 0], products[:, 1], limit=limit, alpha=alpha)
     output = jax.lax.ragged_dot(hidden, down, sizes) + (0 if biases is None else biases[1].astype(x.dtype)[own])
-    # Rows without an expert come after all groups and hold garbage: they count as zero.
+    # Rows without an expert come after all groups and hold garbage: replace them with zeros.
     weighted = jnp.where(is_used, output * weights.reshape(-1)[order][:, None].astype(x.dtype), 0)
     return jnp.zeros_like(x).at[token].add(weighted)

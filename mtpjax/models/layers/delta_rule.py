@@ -15,7 +15,7 @@ from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_de
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rms_norm import rms_norm
 
-MAX_STEPWISE_TOKENS = 16  # of a pass whose tokens are all committed: up to here token by token, above in chunks
+MAX_STEPWISE_TOKENS = 16  # of a fully committed pass: up to this number token by token, above it in chunks
 
 
 class DeltaRule(nn.Module):
@@ -57,13 +57,13 @@ class DeltaRule(nn.Module):
         log_rate = self.param("log_rate", nn.initializers.zeros, (J,)).astype(jnp.float32)
         rate_bias = self.param("rate_bias", nn.initializers.zeros, (J,)).astype(jnp.float32)
 
-        # 2. Convolve over time, after the inputs that the cache kept; a whole row starts with zeros.
+        # 2. Convolve over time, continuing from the cached inputs; whole rows start with zeros.
         before = layer_cache["conv"] if layer_cache else jnp.zeros((B, taps.shape[-1] - 1, K, channels), x.dtype)
         state = layer_cache["state"] if layer_cache else jnp.zeros((B, J, P, Q), jnp.float32)
         inputs = jnp.concatenate([before.astype(x.dtype), conv_inputs], axis=1)
         mixed = jax.nn.silu(_convolve(inputs, taps, view.segment_ids)).astype(jnp.float32)
 
-        # 3. Unit queries and keys, write strength in (0, 1), and the logarithm of the decay per token.
+        # 3. Normalise queries and keys to unit length; compute write strengths in (0, 1) and the log decay per token.
         q, k, v = jnp.split(mixed, [P, 2 * P], axis=-1)
         q, k = _unit(q) * P**-0.5, _unit(k)
         v = v.reshape(B, T, J, Q)
@@ -74,7 +74,7 @@ class DeltaRule(nn.Module):
             is_valid = (jnp.arange(T)[None, :] < view.num_valid[:, None])[:, :, None]
             beta, log_decay = jnp.where(is_valid, beta, 0), jnp.where(is_valid, log_decay, 0)
 
-        # 4. Apply the rule: pending acceptance, in chunks, or token by token.
+        # 4. Apply the rule: with a deferred commit, in chunks, or token by token.
         q, k, v = (part.astype(x.dtype) for part in (q, k, v))
         rule, implementation = (q, k, v, log_decay, beta, state), self.implementation
         if layer_cache is not None and view.num_valid is None:
@@ -115,7 +115,7 @@ def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None)
     for place in range(C):
         part = inputs[:, place : place + T] * taps[None, None, :, :, place]
         if segment_ids is not None and place < C - 1:
-            # This tap reads C - 1 - place tokens back; keep it only if that token is in the same document.
+            # Tap `place` reads C - 1 - place tokens back; keep it only if that token is in the same document.
             back = C - 1 - place
             there = jnp.pad(segment_ids, ((0, 0), (back, 0)), constant_values=-1)[:, :T]
             part = jnp.where((there == segment_ids)[:, :, None, None], part, 0)

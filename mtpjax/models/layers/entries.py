@@ -8,7 +8,7 @@ from mtpjax.models.view import Entries, Masks, Recycled, View
 
 def append(entries: Entries, new: Entries, view: View) -> Entries:
     """Writes `new` into one layer's entries, from slot `view.start` on."""
-    assert view.start is not None, "a pass with a cache takes a cached view"
+    assert view.start is not None, "a pass with a cache needs a view from cached_view"
     return {name: view.storage.write(kept, new[name], view.start) for name, kept in entries.items()}
 
 
@@ -23,10 +23,10 @@ def append_and_select(
     Returns:
         The entries that the layer keeps, the sources of keys, and the mask of each source `[B, T, S]`.
     """
-    # A recycled depth attends to the true entries of the prefix, and to its own entry of every level since.
+    # A recycled depth attends to the prefix's teacher-forced entries, and to its own entry at every later level.
     if isinstance(layer_cache, Recycled):
         levels = (*layer_cache.levels, new)
-        # A window may end within the levels: the previous level's entry is one position older, and so on.
+        # The window may start within the levels: the previous level's entry is one position older, and so on.
         shape, oldest = (*view.mask.shape[:2], 1), len(levels) - view.window if view.window else 0
         itself = (jnp.full(shape, level >= oldest) for level in range(len(levels)))
         return new, (layer_cache.base, *levels), (view.mask, *itself)
@@ -36,10 +36,10 @@ def append_and_select(
 
 
 def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
-    """Selects the keys that the queries of a pass attend to among one layer's entries.
+    """Selects, among one layer's entries, the keys that the queries of a pass attend to.
 
     Args:
-        entries: one layer of a cache with the entries of the pass, or the entries of a pass over whole rows.
+        entries: one layer of a cache, with this pass's entries appended, or the entries of a pass over whole rows.
 
     Returns:
         The sources of keys, and the mask of each source `[B, T, S]`.

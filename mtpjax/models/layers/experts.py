@@ -26,15 +26,15 @@ from pallas_kernels.router import Routing, route_tokens
 
 
 class SwiGLU(nn.Module):
-    """The dense feed-forward layer `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`; one product for gate and up.
+    """The dense feed-forward layer `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`; one matmul for gate and up.
 
     Returns partial sums, which the norm of the next layer adds.
     """
 
     width: int
     implementation: str = "auto"
-    is_summed_outside: bool = False  # the caller adds the devices' shards
-    limit: float = 0.0  # of gate and up (`activate`); 0: none
+    is_summed_outside: bool = False  # the caller sums over devices
+    limit: float = 0.0  # clamp limit of gate and up (`activate`); 0: no limit
 
     @nn.compact
     def __call__(self, x: jax.Array) -> PartialSums:
@@ -57,12 +57,12 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
 
     Args:
         x: `[n, D]` tokens.
-        ids: `[n, k]` experts of each token; an id of E or more is skipped.
+        ids: `[n, k]` experts chosen by each token; ids of E or more are skipped.
         weights: `[n, k]` float32 weights.
         gate_up: `[E, D, 2, F]`, an array or `BlockScaled`; so is `down [E, F, D]`.
         inference: True if no gradient is needed.
     """
-    # fp8 stacks with equal blocks go to the kernel with their scales; others are cast first.
+    # fp8 stacks with equal block sizes go to the kernel with their scales; other stacks are cast first.
     scales = {}
     if is_scaled(gate_up) and is_scaled(down) and gate_up.block == down.block:
         assert (gate_up.axis, down.axis) == (-3, -2)
@@ -74,7 +74,7 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
 
 
 def choose_slots(ids: jax.Array, placement: Mapping[str, jax.Array]) -> jax.Array:
-    """Chooses the slot `[n, k]` of a copy of each expert of `ids [n, k]`: tokens use the copies in turn.
+    """Chooses a slot `[n, k]` for each expert in `ids [n, k]`: tokens rotate through an expert's copies.
 
     `placement` has `slots_of_expert [E, C]` and `num_slots [E]`, as `mtpjax.models.expert_placement` makes them.
     """
@@ -83,7 +83,7 @@ def choose_slots(ids: jax.Array, placement: Mapping[str, jax.Array]) -> jax.Arra
 
 
 def routing(config: ModelConfig) -> Routing:
-    """Returns how the config chooses experts."""
+    """Returns the expert routing that the config specifies."""
     return Routing(
         k=config.num_experts_per_tok,
         scoring=config.scoring_func,
@@ -95,16 +95,16 @@ def routing(config: ModelConfig) -> Routing:
 
 
 class Experts(nn.Module):
-    """Routed and shared experts, `[B, T, D] -> [B, T, D]`, as `PartialSums` of one part.
+    """Routed and shared experts, `[B, T, D] -> [B, T, D]`, returned as `PartialSums` with one part.
 
-    `cached` marks a decoding pass, which needs no gradient. Tokens for which `is_used [B, T]` is False, or
-    `all_used` for the rows of all devices, are not routed to experts.
+    `cached` marks a decoding pass, which needs no gradient. Tokens for which `is_used [B, T]` is False are not routed
+    to experts; `all_used` is the same mask for the rows of all devices.
     """
 
     config: ModelConfig
     implementation: str = "auto"
-    limit: float = 0.0  # of gate and up in routed experts (`activate`); 0: none
-    shared_limit: float = 0.0  # of gate and up in shared experts; 0: none
+    limit: float = 0.0  # clamp limit in routed experts (`activate`); 0: no limit
+    shared_limit: float = 0.0  # clamp limit in shared experts; 0: no limit
 
     @nn.compact
     def __call__(
@@ -118,12 +118,12 @@ class Experts(nn.Module):
         config = self.config
         B, T, D = x.shape
         E, F = config.n_routed_experts, config.moe_intermediate_size
-        # Slots of the stacks: one for each expert, or several for those that `expert_placement` copied.
+        # The stacks have one slot per expert, or several if `expert_placement` copied the expert.
         placement = self.get_variable("params", "placement")
         num_slots = E if placement is None else placement["expert_of_slot"].shape[0]
         router = self.param("router", nn.initializers.lecun_normal(), (D, E))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-        # A pass over whole rows is one of training, or scores texts in the layout of decoding.
+        # A pass over whole rows is a training pass, or scores texts in decoding's layout.
         decodes = cached or has_decoding_layout()
         (over, over_rows), own_width = expert_axes(num_slots, decodes=decodes), own_size(F, "tensor")
         own_experts = num_slots // math.prod(map(num_shards, over))
@@ -136,7 +136,7 @@ class Experts(nn.Module):
             zeros = nn.initializers.zeros
             down_bias = self.param("down_bias", zeros, (own_experts, D))
             if is_split(F, "tensor"):
-                # The devices add their products, so only one of them adds the bias of the output.
+                # The devices' products are summed, so only one device adds the output bias.
                 down_bias = jnp.where(jax.lax.axis_index("tensor") == 0, down_bias, 0)
             biases = self.param("gate_up_bias", zeros, (own_experts, 2, own_width)), down_bias
         bias = None
@@ -144,12 +144,13 @@ class Experts(nn.Module):
             bias = jax.lax.stop_gradient(self.param("correction_bias", nn.initializers.zeros, (E,)))
 
         # Route every token, run its experts, and add the shared experts, which process every token. If an axis splits
-        # rows and experts, each device runs its own experts for all rows, and the sums go back to the rows' devices.
+        # both rows and experts, each device runs its experts for all rows, and the sums return to the devices that own
+        # the rows.
         flat = all_rows(x.reshape(B * T, D), over_rows)
         used = all_used if over_rows else is_used
         routed, implementation = flat, self.implementation if cached else "xla"
         if config.expert_bias:
-            # A bias of the logits is the row of the router for one more input, which is 1.
+            # A bias on the logits is an additional row of the router whose input is always 1.
             row = self.param("router_bias", nn.initializers.zeros, (E,))
             routed = jnp.concatenate([flat, jnp.ones((len(flat), 1), flat.dtype)], axis=1)
             router, implementation = jnp.concatenate([router, row[None].astype(router.dtype)]), "xla"
@@ -168,13 +169,13 @@ class Experts(nn.Module):
         if self.limit or config.expert_bias or config.swiglu_alpha:
             form = functools.partial(mix_clamped_experts, biases=biases, limit=self.limit, alpha=config.swiglu_alpha)
             gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
-        # Inside `shard_map` ids of other devices' experts become the number of local ones, which no expert has.
+        # Inside `shard_map`, ids of other devices' experts become the number of local experts, an id that is skipped.
         if over:
             first = jax.lax.axis_index(over) * own_experts
             ids = jnp.where((ids >= first) & (ids < first + own_experts), ids - first, own_experts)
         if over_rows and not cached:
-            # In training a device processes the rows of one device at a time, and recomputes them for the gradient: all
-            # at once would take too much memory.
+            # In training a device processes one device's rows at a time and recomputes them for the gradient, because
+            # all rows at once would take too much memory.
             num_parts_of_rows = len(flat) // (B * T)
             rows = (part.reshape(num_parts_of_rows, B * T, -1) for part in (flat, ids, weights))
             again = jax.checkpoint(lambda rows: form(rows[0], rows[1], rows[2], gate_up, down))
@@ -186,11 +187,11 @@ class Experts(nn.Module):
         return self._add_shared(x, output.reshape(B, T, D), tuple(axis for axis in over if axis not in over_rows))
 
     def _add_shared(self, x: jax.Array, output: jax.Array, summed: tuple[str, ...]) -> PartialSums:
-        """Adds the shared experts, and the results of the routed ones from the devices along `summed` and `tensor`."""
+        """Adds the shared experts, and sums the routed experts' results over the mesh axes `summed` and `tensor`."""
         config = self.config
         summed += ("tensor",) * is_split(config.moe_intermediate_size, "tensor")
         if config.shared_width:
-            # One sum over the devices adds shared and routed experts, if it is over the same devices.
+            # If shared and routed experts are summed over the same devices, one sum covers both.
             is_one_sum = bool(summed) and is_split(config.shared_width, "tensor") == ("tensor" in summed)
             swiglu = SwiGLU(config.shared_width, self.implementation, is_one_sum, self.shared_limit, name="shared")
             shared = swiglu(x).total()
@@ -200,7 +201,7 @@ class Experts(nn.Module):
             if not is_one_sum:
                 output, summed = jax.lax.psum(output, summed) if summed else output, ()
             elif "expert" in summed:
-                # All devices along this axis computed the same shared experts, so only one counts.
+                # All devices along this axis computed the same shared experts, so only one device adds them.
                 shared = jnp.where(jax.lax.axis_index("expert") == 0, shared, 0)
             output = output + shared
         return PartialSums((jax.lax.psum(output, summed) if summed else output)[None], output.dtype)

@@ -21,16 +21,16 @@ from pallas_kernels.rotation import rotate
 
 
 class GroupedAttention(nn.Module):
-    """Grouped-query attention, `[B, T, D] -> [B, T, D]`. Keeps `key` and `value` `[B, K, S, H]`, keys rotated.
+    """Grouped-query attention, `[B, T, D] -> [B, T, D]`. Caches `key` (rotated) and `value`, each `[B, K, S, H]`.
 
-    One matrix `[D, K, G + 2, H]` computes everything for a key/value head: its G = N/K queries, its key, its value, and
-    with an output gate G gates. A mesh then splits whole key/value heads, and a step has one product instead of three.
+    One matrix `[D, K, G + 2, H]` computes everything for a key/value head: its G = N/K queries, its key, its value and,
+    with an output gate, G gates. A mesh then splits whole key/value heads, and a step has one matmul instead of three.
     If values are narrower than keys, a second matrix `[D, K, Hv]` computes them.
     """
 
     config: ModelConfig
     implementation: str = "auto"
-    output_size: int = 0  # channels of the output; 0: those of the input
+    output_size: int = 0  # output channels; 0: as many as the input has
     has_sinks: bool = False
 
     @nn.compact
@@ -43,7 +43,7 @@ class GroupedAttention(nn.Module):
         G = config.num_attention_heads // config.num_key_value_heads
         parts = [G, 1] + [1] * (V == H) + [G] * config.attn_output_gate
 
-        # Project to queries, key, value and gates of each key/value head. The gates have no norm.
+        # Project to queries, key, value and gates for each key/value head. Gates are not normalised.
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2, 3))
         kernel = self.param("qkv", initial, (D, K, sum(parts), H))
         projected = partial_product(x, kernel, implementation=self.implementation).reshape(B, T, K, sum(parts), H)
@@ -55,8 +55,8 @@ class GroupedAttention(nn.Module):
             norms = norm_q(), norm_k()
         heads = Heads(bias, norms, config.rms_norm_eps, config.zero_centred_norm, config.rope_interleave)
 
-        # Normalise and rotate each head, and append to the cache, which keeps rotated keys, heads before slots: in one
-        # kernel, or by XLA.
+        # Normalise and rotate each head, and append to the cache (rotated keys, heads before slots), in one kernel or
+        # in XLA.
         kept = layer_cache if isinstance(layer_cache, dict) else None
         fits_kernel = V == H and config.attention_value_scale == 1
         if kept and fits_kernel and choose_append(projected, kept["key"], self.implementation) != "xla":
@@ -79,7 +79,7 @@ class GroupedAttention(nn.Module):
             q, entries = q.swapaxes(1, 2), {"key": k.swapaxes(1, 2), "value": v.swapaxes(1, 2)}
             entries, sources, masks = append_and_select(entries, view, layer_cache)
 
-        # Attend by a kernel over the whole cache, or by XLA over the selected sources.
+        # Attend with a kernel over the whole cache, or in XLA over the selected sources.
         scale = config.softmax_scale(H)
         sinks = self.param("sinks", nn.initializers.zeros, (K, G)) if self.has_sinks else None
         if not self.has_sinks:

@@ -70,17 +70,17 @@ class Indexer(nn.Module):
         config = self.config
         J, width = config.index_n_heads, config.index_head_dim
         total = sum(mask.shape[-1] for mask in masks)
-        # With few keys, all are selected.
+        # If there are at most `index_topk` keys, all are selected.
         if total <= config.index_topk:
             return masks
-        # Narrow queries, and one weight per head.
+        # Compute narrow queries and one weight per head.
         B, T, _ = x.shape
         q = self._product(query_latent, self.query_up).reshape(B, T, J, width)
         q = rotate(q, view.angles, interleaved=config.indexer_rope_interleave)
         weights = self._product(x, self.head_weights).astype(jnp.float32) * (width * J) ** -0.5
 
         def score(key: jax.Array, mask: jax.Array) -> jax.Array:
-            # A source of one slot holds each row's own key.
+            # A source with one slot holds each token's own key.
             equation = "BTJI,BTI->BTJ" if mask.shape[-1] == 1 else "BTJI,BSI->BTJS"
             products = jax.nn.relu(jnp.einsum(equation, q, key.astype(q.dtype), preferred_element_type=jnp.float32))
             scores = jnp.einsum("BTJS,BTJ->BTS", products.reshape(B, T, J, -1), weights)
@@ -98,15 +98,15 @@ class Indexer(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Latent attention, `[B, T, D] -> [B, T, D]`. Keeps `latent [B, S, R + P]`.
+    """Latent attention, `[B, T, D] -> [B, T, D]`. Caches `latent [B, S, R + P]`.
 
     An entry is the normalised latent (R) and one rotated key for all heads (P). There are two forms with the same
-    result. The expanded form computes keys and values of every position from the latents. The absorbed form applies
-    the two up-projections to the query and to the attended latent instead. `expanded` forces one form; None picks the
-    one with fewer operations.
+    result. The expanded form computes every position's keys and values from the latents. The absorbed form applies the
+    two up-projections to the query and to the attended latent instead. `expanded` forces one form; None picks the one
+    with fewer operations.
 
-    With a sparse indexer (DeepSeek-V3.2) a query attends only to the selected keys. Its own indexer selects them and
-    keeps `index [B, S, I]` too; a layer without one uses the selection of the last indexer before it.
+    With a sparse indexer (DeepSeek-V3.2) a query attends only to the selected keys. A layer with an indexer selects
+    them and also caches `index [B, S, I]`; a layer without an indexer uses the selection of the last indexer before it.
     """
 
     config: ModelConfig
@@ -133,8 +133,8 @@ class LatentAttention(nn.Module):
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
         project = self.param("output", nn.initializers.lecun_normal(), (N * V, D))
 
-        # 2. The absorbed queries, and the normalised latent and rotated key appended to the cache: in one kernel, or by
-        # XLA. An indexer narrows the masks to its selected keys.
+        # 2. Compute the absorbed queries, and append the normalised latent and rotated key to the cache, in one
+        # kernel or in XLA. An indexer narrows the masks to its selected keys.
         is_expanded = self._expands(T, cached=view.start is not None)
         kept = layer_cache if isinstance(layer_cache, dict) else None
         fits_kernel = not is_expanded and not self.indexer and selection is None and view.reach is not None
@@ -190,7 +190,7 @@ class LatentAttention(nn.Module):
     def _project(self, x: jax.Array, N: int) -> tuple[PartialSums, jax.Array, PartialSums]:
         """Projects to queries `[B, T, N, C + P]` and the latent `[B, T, R + P]`, both from x in one launch.
 
-        Between them it returns the input of the query projection: the normalised query latent, or x.
+        The second of the three results is the input of the query projection: the normalised query latent, or x.
         """
         config, D = self.config, x.shape[-1]
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -201,7 +201,7 @@ class LatentAttention(nn.Module):
         down = [self.param(first_name, matrix, (D, first_width)), self.param("latent_down", matrix, (D, latent_width))]
         query, latent = partial_products(x, down, implementation=self.implementation)
         if config.attention_bias:
-            # Bias only on the projections to the latents, as in transformers.
+            # Only the projections to the latents have a bias, as in transformers.
             zeros = nn.initializers.zeros
             latent = latent.plus(self.param("latent_down_bias", zeros, (latent_width,)))
             query = query.plus(self.param("query_down_bias", zeros, (first_width,))) if config.q_lora_rank else query
@@ -230,7 +230,8 @@ class LatentAttention(nn.Module):
         attended = attend_cache(q, entries["latent"][:, None], None, view, **settings, value_up=value_up)
         if attended is not None:
             return attended[:, 0]
-        # The values include the rotated key, whose columns are dropped: slicing the cache would copy it.
+        # The values include the rotated key. Drop its columns from the result, because slicing the cache would copy
+        # it.
         latents = [kept["latent"][:, None] for kept in sources]
         attended = attend(q, list(zip(latents, latents, strict=True)), masks, scale=scale)[..., : config.kv_lora_rank]
         return _by_head(attended[:, 0], value_up)
@@ -244,23 +245,23 @@ class LatentAttention(nn.Module):
         return jnp.concatenate([latent, k_rope], axis=-1)
 
     def _expands(self, T: int, *, cached: bool) -> bool:
-        """Compares operations: expanding costs R(C+V) per key and head, and narrows each query from R+P to C+P."""
+        """Compares operations: expanding costs R(C+V) per key and head, but narrows each query from R+P to C+P."""
         if self.expanded is not None:
             return self.expanded
         if is_batch_invariant():
-            return False  # XLA expands, in products whose sizes depend on the batch
+            return False  # XLA would expand, with matmul sizes that depend on the batch
         return not cached or is_expanded_cheaper(self.config, T)
 
 
 def is_expanded_cheaper(config: ModelConfig, T: int) -> bool:
-    """Returns whether a pass of T tokens per row over a cache takes fewer operations in the expanded form."""
+    """Returns whether the expanded form takes fewer operations for a cached pass with T tokens per row."""
     R, P = config.kv_lora_rank, config.qk_rope_head_dim
     C, V = config.qk_nope_head_dim, config.v_head_dim
     return T * (2 * (R + P) - (C + P + V)) > R * (C + V)
 
 
 def _by_head(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Multiplies `[B, T, N, C]` by `[N, C, R]` head by head."""
+    """Multiplies `[B, T, N, C]` by `[N, C, R]`, head by head."""
 
     def product(rows):
         return jnp.einsum("BTNC,NCR->BTNR", rows, matrices)
@@ -268,7 +269,7 @@ def _by_head(rows: jax.Array, matrices: jax.Array) -> jax.Array:
     if is_batch_invariant():
         flat = rows.reshape(-1, *rows.shape[2:])
         return map_row_blocks(lambda block: product(block[None])[0], flat).reshape(*rows.shape[:3], -1)
-    # A single row is doubled on a GPU, where XLA would write out all of its products.
+    # Double a single row on a GPU, because XLA would otherwise write all elementwise products to memory.
     if rows.shape[0] * rows.shape[1] > 1:
         return product(rows)
     return jax.lax.platform_dependent(

@@ -10,7 +10,7 @@ from pallas_kernels.rms_norm import rms_norm
 
 
 def fused_norm(x: jax.Array, scale: jax.Array, *, implementation: str, **settings) -> jax.Array:
-    """Computes `rms_norm` in XLA, which fuses it with adjacent operations; within `batch_invariant` in the kernel."""
+    """Computes `rms_norm` in XLA, which fuses it with its neighbours, or in the kernel within `batch_invariant`."""
     return rms_norm(x, scale, **settings, implementation=implementation if is_batch_invariant() else "xla")
 
 
@@ -45,8 +45,8 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(nn.Module):
     """Adds an update to the residual stream and normalises it: returns the sum and its norm, both `[..., D]`.
 
-    Has the parameter of `RMSNorm`. Without an update, only normalises; without a stream, it starts with the update.
-    Runs in one kernel, or in XLA.
+    Has the same parameter as `RMSNorm`. Without an update it only normalises; without a stream, the update is the
+    stream. Runs in one kernel or in XLA.
     """
 
     eps: float = 1e-6
@@ -64,6 +64,6 @@ class AddRMSNorm(nn.Module):
 
 
 def _scale(norm: NormScale | RMSNorm | AddRMSNorm, width: int) -> jax.Array:
-    """Makes or reads the norm's parameter, which starts as the identity."""
+    """Makes or reads the norm's parameter, initialised to the identity."""
     initial = nn.initializers.zeros if norm.zero_centred else nn.initializers.ones
     return norm.param("scale", initial, (width,))
