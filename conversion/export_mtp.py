@@ -162,9 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line, which has the same flags as xLLM's script. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m conversion.export_mtp", description=__doc__)
     parser.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
-    parser.add_argument(
-        "--output-dir", required=True, help="folder to write; it is created only when the output is complete"
-    )
+    parser.add_argument("--output-dir", required=True, help="folder to write, which appears once it is complete")
     parser.add_argument("--model-type", default=None, help="family to use instead of the one in config.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

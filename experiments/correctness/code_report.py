@@ -181,7 +181,8 @@ def _lacking_sections(modules: dict[str, pathlib.Path], home: str, name: str) ->
     arguments = node.args
     if (arguments.posonlyargs or arguments.args or arguments.kwonlyargs) and not has("Args"):
         lacking.append("Args")
-    return lacking + ([] if has("Returns", "Yields") else ["Returns"])
+    returns_nothing = isinstance(node.returns, ast.Constant) and node.returns.value is None
+    return lacking + ([] if returns_nothing or has("Returns", "Yields") else ["Returns"])
 
 
 def measure() -> list[Figure]:
