@@ -19,7 +19,7 @@ ORDER = (
     "gpt_oss",
 )
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-# These list each layer's feed-forward type instead of the number of dense layers.
+# These families list each layer's feed-forward type instead of the number of dense layers.
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
 # Fields determined by the files or the tokenizer, not by `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
@@ -69,7 +69,7 @@ def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
 
 
 def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
-    """Lists the fields whose values mtpjax supports for a family, but its transformers class does not."""
+    """Lists fields with values that mtpjax supports for a family but the family's transformers class does not."""
     is_moe = config.is_moe
     doubled = config.sliding_num_key_value_heads == 2 * config.num_key_value_heads
     dense = bool(config.mlp_only_layers or (is_moe and config.first_k_dense_replace))
@@ -83,7 +83,7 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
         (model_type.startswith("qwen3_5"), "mlp_only_layers", dense),
         (model_type not in mixes_dense, "mlp_only_layers", config.mlp_only_layers),
         (model_type in QWEN_HYBRID, "n_routed_experts", is_moe == (model_type in ("qwen3_5", "qwen3_5_text"))),
-        # MiMo-V2's layers with a window have twice the key/value heads, and sinks.
+        # In MiMo-V2, layers with a window have twice as many key/value heads as the others, and have attention sinks.
         (model_type == "mimo_v2_flash", "sliding_num_key_value_heads", not doubled),
         (model_type == "mimo_v2_flash", "attention_sinks", config.attention_sinks != "sliding"),
         (model_type == "deepseek_v32", "indexer_types", "shared" in config.indexer_types),
@@ -92,10 +92,10 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
 
 
 def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys of `config.json` for the parts that the model has."""
+    """Makes the `config.json` keys for the parts of the model."""
     family = FAMILIES[model_type]
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    # Keys of every family.
+    # Keys that every family has.
     names = [*same, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"]
     names += ["partial_rotary_factor", "attention_bias", *(["use_qk_norm"] if config.use_qk_norm else [])]
     # Attention: latent (MLA) with an optional indexer, or grouped (GQA); some layers may be linear.
@@ -153,7 +153,7 @@ def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys for MTP modules: their number, and the conventions that differ from the family's."""
+    """Makes the `config.json` keys for MTP modules: their count, and any conventions that differ from the family's."""
     family = FAMILIES[model_type]
     key = "mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"
     values: dict[str, Any] = {key: config.num_mtp_modules}

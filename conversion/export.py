@@ -64,7 +64,7 @@ class TensorAssembler:
         index, kept = _index(piece, spec.shape)
         if path not in self.scaled:
             return self.read(path, index)[kept].astype(dtype, copy=False)
-        # fp8 to fp8 copies the values; `_scale_tensor` makes the scales.
+        # From fp8 to fp8, copy the values; `_scale_tensor` makes the scales.
         values = self.read(f"{path}/values", index)
         if dtype == E4M3:
             return values[kept]
@@ -86,7 +86,7 @@ class TensorAssembler:
 
 
 def _index(piece: TensorSlice, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:
-    """Returns the slice's target as slices only, and an index that then drops the axes with a single position."""
+    """Returns the slice's target as slices only, and an index that then drops the axes with a single index."""
     index = tuple(
         slice(*place.indices(size)[:2]) if isinstance(place, slice) else slice(place, place + 1)
         for place, size in zip(piece.target, shape, strict=True)

@@ -36,10 +36,10 @@ CHECKPOINT_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.*", "additional_chat_templates/*.jinja", "*processor_config.json", "LICENSE*"),
     "quant_model_description*.json",
-    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # the code of auto_map
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # the code that auto_map refers to
 )
 
-# The architecture that engines load an export as; "MtpForCausalLM" for families that are not listed.
+# The architecture under which engines load an export; "MtpForCausalLM" for families that are not listed.
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekMTPForCausalLM",
     "deepseek_v32": "DeepseekV32MtpForCausalLM",

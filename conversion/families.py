@@ -17,7 +17,7 @@ class Layout:
     # Where MTP modules are stored: as additional "layers" (DeepSeek, GLM), under "mtp" (Qwen), or in other ways that
     # `conversion.names.mtp_names` knows: "mtp_each", "mimo", "mimo_v2", "ernie".
     mtp: str = "layers"
-    mtp_norm: str = "shared_head.norm"  # final norm, and below the head, of modules that are additional layers
+    mtp_norm: str = "shared_head.norm"  # final norm of modules that are additional layers; `mtp_head`: their head
     mtp_head: str = "shared_head.head"
     feed_forward_norm: str = "post_attention_layernorm"
     mtp_feed_forward_norm: str = "post_attention_layernorm"  # the same norm in MTP modules
@@ -86,7 +86,7 @@ _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _PLAIN_ROUTING = _ONE_GROUP | {"routed_scaling_factor": 1.0, "n_shared_experts": 0}
 _NORMALIZED = {"norm_topk_prob": True}
 _NO_SHARED_WIDTH = {"shared_expert_intermediate_size": 0}
-# `attention_bias` adds a bias to q, k, v and the output, but not to the output in some families' classes.
+# `attention_bias` adds a bias to q, k, v and the output; in some families' classes, the output has no bias.
 _NO_OUTPUT_BIAS = {"attention_output_bias": False}
 # Dense MTP modules that read and pass on hidden states before the final norms.
 _PRE_NORM_MODULES = {"mtp_hidden_post_norm": False, "mtp_chain_post_norm": False, "mtp_dense": True}
@@ -201,8 +201,8 @@ FAMILIES = {
         architecture="MiMoForCausalLM",
         rotates_part=False,
     ),
-    # MiMo-V2-Flash: three dense MTP modules with a sliding window, which all read the trunk's hidden states. SGLang
-    # passes the hidden states before the final norm, vLLM after it.
+    # MiMo-V2-Flash: three dense MTP modules with a sliding window, all of which read the trunk's hidden states.
+    # SGLang passes the hidden states before the final norm, vLLM those after it.
     "mimo_v2_flash": Family(
         Layout(mtp="mimo_v2", mtp_feed_forward_norm="pre_mlp_layernorm", sinks="attention_sink_bias"),
         fixed=_CORRECTION_BIAS
@@ -304,7 +304,7 @@ IGNORED_KEYS = {
     *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "use_cache"),
     *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "moe_capacity", "moe_gate"),
-    # Parallelism of other programs: `pretraining_tp` and `ep_size` give the same sums.
+    # Parallelism in other programs: `pretraining_tp` and `ep_size` do not change the sums.
     *("pretraining_tp", "ep_size", "attention_chunk_size", "max_seq_len"),
     # Unused: `use_sliding_window` must be false, and the others only matter with `index_topk`.
     *("max_window_layers", "sliding_window", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"),

@@ -33,7 +33,7 @@ def expert_names(config: ModelConfig, prefix: str, layout: Layout, has: Callable
         up, down = _routed_experts(within, layout, has, (E, D, F))
         specs["gate_up"] = ParamSpec((E, D, 2, F), tuple(up), in_axis=-3)
         specs["down"] = ParamSpec((E, F, D), tuple(down), in_axis=-2)
-    # The shared expert processes every token; Qwen weighs it by a gate.
+    # The shared expert processes every token; Qwen weights its output by a gate.
     if config.shared_width:
         name = f"{prefix}{'mlp.shared_expert' if config.shared_expert_gate else layout.shared_experts}."
         specs["shared/gate_up"] = gate_up(name, D, config.shared_width)
@@ -68,7 +68,7 @@ def _routed_experts(
 
 
 def _stacked(name: str, shape: tuple[int, int, int], target=(ALL, ALL), **how) -> list[TensorSlice]:
-    """Lists the slices of a tensor `[E, ...]`, one per expert; `how` has `tensor_slice`'s `split` and `axes`."""
+    """Lists the slices of a tensor `[E, ...]`, one per expert; `how` contains `split` and `axes` for `tensor_slice`."""
     experts = range(shape[0])
     return [tensor_slice(name, shape, (e, *target), rows=(e, e + 1), select=(0,), **how) for e in experts]
 

@@ -70,7 +70,7 @@ def _quantize(values: np.ndarray, rows: int, columns: int, scale_dtype: np.dtype
     padded[:height, :width] = np.abs(values)
     largest = padded.reshape(grid[0], rows, grid[1], columns).max(axis=(1, 3))
     scales = np.where(largest > 0, largest / FP8_MAX, 1.0).astype(np.float32)
-    # Exponents (e8m0) hold powers of two: round up, so that no value overflows.
+    # Exponents (e8m0) represent powers of two, so round scales up: then no value overflows.
     if scale_dtype in (np.uint8, E8M0):
         scales = np.exp2(np.ceil(np.log2(scales))).astype(np.float32)
     stored = encode_scales(scales, scale_dtype)

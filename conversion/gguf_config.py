@@ -13,7 +13,7 @@ from mtpjax.messages import count_of
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_EXPERTS = 1 << 17  # the maximum number of expert matrices; Kimi-K2 has 69,000
 SIGMOID = 2  # llama.cpp's number for the router's scoring function
-# Keys that would change every logit, with the only supported value of each, which has no effect.
+# Keys that would change every logit. For each, the only supported value is the one without an effect.
 NEUTRAL = {
     **{"attention.scale": 0.0, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.causal": True},
     **{"logit_scale": 0.0, "residual_scale": 0.0, "embedding_scale": 0.0, "attention.sliding_window": 0},
@@ -88,7 +88,7 @@ def describe_config(
     modules = data.integer("nextn_predict_layers", 0)
     if modules >= blocks:
         raise data.error("nextn_predict_layers", f", but block_count, which includes them, is {blocks}")
-    # Some programs drop the modules but keep their number; then all blocks belong to the trunk.
+    # Some programs drop the modules but keep the key with their number; then all blocks belong to the trunk.
     is_dropped = modules and not any(".nextn." in name for name in header.tensors)
     trunk = blocks if is_dropped and any(f"blk.{blocks - 1}." in name for name in header.tensors) else blocks - modules
     vocabulary = header.tensors.get("token_embd.weight")

@@ -143,7 +143,7 @@ class GGUFFiles(CheckpointFiles):
 
     def _tensor_infos(self) -> dict[str, TensorInfo]:
         """Lists the tensors as a safetensors file would."""
-        # llama.cpp stores routers in float32 in every type of file.
+        # llama.cpp stores routers in float32, whatever the file's quantization type.
         matrices = [tensor for tensor in self._header.tensors.values() if len(tensor.shape) > 1]
         kinds = {tensor.kind for tensor in matrices if not tensor.name.endswith(ROUTER)}
         is_bf16 = kinds == {int(self._quants.GGMLQuantizationType.BF16)}

@@ -1,8 +1,8 @@
 """Parses a GGUF file's header: its metadata, and the type and location of every tensor.
 
 The file is untrusted, so each length and count is compared with the remaining bytes before anything is allocated. The
-`gguf` package's reader is not used, because it makes several objects per vocabulary entry and checks no counts. Its
-tables of quantization types and its dequantization are used (`conversion.gguf_files`).
+`gguf` package's reader is not used, because it makes several objects per vocabulary entry and does not check counts.
+Its tables of quantization types and its dequantization are used (`conversion.gguf_files`).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ MAX_STRING_BYTES = 8 << 20
 MAX_ARRAY_BYTES = 64 << 20
 MAX_KEYS, MAX_TENSORS, MAX_AXES = 1 << 16, 1 << 20, 4
 SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8"}
-SCALARS |= {12: "<f8"}  # NumPy dtypes by number of the value type; 7 is a boolean
+SCALARS |= {12: "<f8"}  # NumPy dtypes by value type number; 7 is a boolean
 STRING, ARRAY, BOOL, FLOAT32 = 8, 9, 7, 6
 BUFFER_BYTES = 1 << 20
 
@@ -125,7 +125,7 @@ class _Cursor:
         self._items = MAX_ITEMS
 
     def take(self, count: int) -> bytes:
-        """Returns the next bytes; the file must have them."""
+        """Returns the next bytes; raises an error if the file ends before them."""
         if count > self.size - self.offset:
             raise CheckpointFileError(
                 f"{self.path} is truncated: {count} bytes are expected at byte {self.offset}, but it has {self.size}"
@@ -141,7 +141,7 @@ class _Cursor:
         return content
 
     def number(self, form: str):
-        """Returns the next number, in a format of the `struct` module."""
+        """Returns the next number, which is stored in a `struct` format."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def string(self) -> str:
@@ -149,7 +149,7 @@ class _Cursor:
         count = self.number("<Q")
         if count > MAX_STRING_BYTES:
             raise CheckpointFileError(
-                f"{self.path}: a string of {count} bytes before byte {self.offset}; at most {MAX_STRING_BYTES}"
+                f"{self.path}: a string of {count} bytes before byte {self.offset}; limit: {MAX_STRING_BYTES}"
             )
         # Some vocabularies contain bytes that are not UTF-8. This way, different bytes give different strings.
         return self.take(count).decode("utf-8", errors="surrogateescape")

@@ -37,7 +37,7 @@ def edit_config(
         level = values["text_config"] = {**values["text_config"]}
     if num_mtp_modules is not None:
         level |= _resize_lists(level, num_mtp_modules)
-        # A file may give the number under several keys, which must agree.
+        # A file may give the number of modules under several keys, which must agree.
         keys = [key for key in MODULE_KEYS if key in level]
         keys = keys or ["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"]
         level |= dict.fromkeys(keys, num_mtp_modules)
@@ -53,7 +53,7 @@ def edit_config(
 
 
 def _resize_lists(level: dict[str, Any], num_mtp_modules: int) -> dict[str, list]:
-    """Resizes lists with entries for layers and modules to a new number of modules, which all have the same entry."""
+    """Resizes lists with one entry per layer and module to a new number of modules, all with the same entry."""
     layers, counts = level.get("num_hidden_layers", 0), [level[key] for key in MODULE_KEYS if level.get(key)]
     made = {}
     for key in PER_LAYER if counts else ():

@@ -35,7 +35,7 @@ def load(
         dtype: dtype to cast the parameters to. `None` keeps the files' dtypes; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
         mesh: shards the parameters over this mesh; each process reads only its devices' shards.
-        allow_copies: replicate dimensions that are not divisible by their mesh axis.
+        allow_copies: replicate dimensions that are not divisible by the size of their mesh axis.
         layout: whether to shard the parameters for decoding or for training.
         model_type: the family to use instead of the one in `config.json`.
 
@@ -67,7 +67,7 @@ def load(
 
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
-    """Rejects a model that does not fit into this machine's memory. Checks this only on CPUs."""
+    """On CPUs, rejects a model that does not fit into this machine's memory."""
     # Bytes for this process's devices: their share under a mesh, or everything without a mesh.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1

@@ -82,7 +82,7 @@ def make_plan(
         model_type: the family to use instead of the one in `config.json`.
         allow_extra: accept unknown tensors that do not belong to the language model. Loading ignores them, conversion
             keeps them.
-        is_copied: tensors are only copied, so accept unknown tensors.
+        is_copied: the tensors will only be copied, so unknown ones are accepted.
 
     Raises:
         CheckpointFileError: tensors are missing or unknown, or have the wrong shape or dtype.
@@ -106,7 +106,7 @@ def inspect_files(
 ) -> LoadPlan:
     """Plans loading, and lists problems instead of raising them.
 
-    It reads only headers, and the few tensors that the plan depends on: copies of embedding and head, and norms.
+    It reads only headers, and the few tensors that the plan depends on: norms, and copies of embedding and head.
 
     Returns:
         The plan; `problems` has the messages of the errors that `make_plan` raises.
@@ -176,7 +176,7 @@ def inspect_files(
 
 
 def _parse_config(values: Any, model_type: str | None, packed: str | None) -> hf_config.ParsedConfig:
-    """Parses `config.json` and logs its warnings. A packed format explains an unsupported configuration."""
+    """Parses `config.json` and logs warnings. If parsing fails and the weights are packed, raises `packed` instead."""
     try:
         parsed = hf_config.parse_config(values, model_type)
     except ConfigError as error:

@@ -64,7 +64,7 @@ def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan)
 
 def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Lists an export's tensors, except those shared with the trunk."""
-    # The export's configuration counts the modules; a base that has modules must have as many.
+    # The export's configuration counts the modules; a base that has modules must have the same number.
     values = exported.json("config.json")
     count = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
     if not isinstance(count, int) or count < 1 or plan.config.num_mtp_modules not in (0, count):
@@ -82,7 +82,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
         if plan.layout.is_under_mtp and (trunk or name in HEADS):
             kept = plan.layout.embedding if trunk else plan.layout.head
             if kept in base.tensors and not streams_equal(base.blocks(kept), exported.blocks(name)):
-                log.warning("%s of the export differs from that of the checkpoint, which is kept", name)
+                log.warning("%s in the export differs from the one in the checkpoint, which is kept", name)
         else:
             # From here on, tensors have their names in the full checkpoint.
             names[original_name(name, config, plan.layout)] = name
@@ -95,7 +95,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
             old = names.pop(copy)
             tied = originals["embedding" if config.tie_word_embeddings else part]
             if tied in base.tensors and not streams_equal(base.blocks(tied), exported.blocks(old)):
-                log.warning("%s of the export differs from %s of the checkpoint, which is used instead", old, tied)
+                log.warning("%s in the export differs from %s in the checkpoint, which is used instead", old, tied)
     _check_norms_of_export(exported, names, base, plan)
     entries = {name: entry_of(exported.tensors[old])._replace(name=name) for name, old in names.items()}
     return ModuleTensors(count, entries, lambda name: exported.blocks(names[name]), plan, own_embedding)
@@ -105,7 +105,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
     """Lists the modules' tensors in a full checkpoint, or in a folder with only its modules."""
     given = inspect_files(source, is_copied=True)
     needed, trunk = slices_under("mtp_", given.specs).keys(), slices_under("trunk/", given.specs).keys()
-    # A folder with only the modules' file, under the original names, has no trunk.
+    # A folder with only the modules' file, which uses the original names, has no trunk.
     has_modules_alone = bool(needed) and needed <= source.tensors.keys() and not trunk & source.tensors.keys()
     if given.problems and not has_modules_alone:
         raise CheckpointFileError(given.problems[0])

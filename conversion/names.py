@@ -18,7 +18,7 @@ from mtpjax.models.config import LayerKind, ModelConfig
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TRUNK_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of embedding, layers and final norm
-# MiMo's and MiMo-V2's names of the module list, and of a module's projection and input norms.
+# MiMo's and MiMo-V2's names for the module list, and for a module's projection and input norms.
 MIMO = {
     "mimo": ("mtp_layers", "input_proj", "token_layernorm", "hidden_layernorm"),
     "mimo_v2": ("mtp.layers", "eh_proj", "enorm", "hnorm"),

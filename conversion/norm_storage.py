@@ -104,7 +104,7 @@ def _warn_of_mixture(what: str, norms: Iterable[tuple[str, float, float]], is_ce
         kinds[".".join(part for part in name.split(".") if not part.isdecimal())].append((name, mean, least))
     for found in kinds.values():
         mean, least = np.median([mean for _, mean, _ in found]), min(least for _, _, least in found)
-        # Weights near 0 have both signs, weights near 1 are positive.
+        # Weights near 0 have both signs; weights near 1 are positive.
         looks_shifted = 0.8 < mean < 1.25 and least > 0
         looks_centred = abs(mean) < 0.2 and least < 0
         if looks_shifted if is_centred else looks_centred:

@@ -19,7 +19,7 @@ from mtpjax.errors import CheckpointFileError
 
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)  # looking values up is faster than casting
 
-Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a parameter
+Index = tuple[tuple[int, int], ...]  # (begin, end) along each axis of a parameter
 ReadPart = Callable[[Index], np.ndarray]
 MakeArray = Callable[[str, ParamSpec, np.dtype, ReadPart], Any]  # path, spec, dtype, read -> an array
 
@@ -51,7 +51,7 @@ def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index
         values = files.read_checked(piece.name, begin, end)
         if piece.name not in scales.names:
             return values
-        # `rows` reads all columns of a tensor, so the scales need no cutting.
+        # `rows` reads all columns of a tensor, so the scales need not be cut.
         return dequantize(values, _read_scale_rows(files, scales, piece.name, begin, end), 1, scales.block[1], 0)
 
     return _assemble(spec, index, dtype, rows)

@@ -12,7 +12,7 @@ from mtpjax.errors import ConfigError
 from mtpjax.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# For text, mrope's three sections have the same positions, so it equals the default. "dynamic" rescales only texts
+# For text, mrope's three sections have the same positions, so mrope equals "default". "dynamic" rescales only texts
 # longer than `max_position_embeddings`, which decoding rejects.
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3", "mrope")
 

@@ -15,7 +15,7 @@ import numpy as np
 from mtpjax.errors import CheckpointFileError, printable
 from mtpjax.safe_open import check_json_depth
 
-# Supported dtypes by their name in the format; ml_dtypes has those that NumPy lacks.
+# Supported dtypes by their name in the format; ml_dtypes provides the ones that NumPy lacks.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),

@@ -39,7 +39,7 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
             files.adopt(file)
         elif names:
             other = files.tensors[differing].file
-            unused.append(f"{file} (it has MTP modules, but its {differing} differs from that in {other})")
+            unused.append(f"{file} (it has MTP modules, but its {differing} differs from the one in {other})")
         elif not file.startswith(KNOWN_FILE):
             unused.append(file)
     if unused:
@@ -52,7 +52,7 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
 def _find_modules(
     parsed: hf_config.ParsedConfig, files: CheckpointFiles, further: CheckpointFiles
 ) -> tuple[list[str], str]:
-    """Lists a further file's new MTP module tensors, and returns a tensor that differs from the checkpoint's, or ""."""
+    """Returns a further file's new MTP module tensors, and a tensor that differs from the checkpoint's ("" if none)."""
     layout = stored_layout(parsed.layout, parsed.model, (further.tensors.keys() | files.tensors.keys()).__contains__)
     prefixes = module_prefixes(parsed.model, layout)
     names = [name for name in further.tensors if name.startswith(prefixes) and name not in files.tensors]
@@ -111,7 +111,7 @@ def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -
 
 
 def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Ties copies of embedding and head in MTP modules if they equal the trunk's, and else loads them separately.
+    """Ties copies of embedding and head in MTP modules if they equal the trunk's; otherwise loads them separately.
 
     Returns:
         The configuration with `mtp_own_embedding` and `mtp_own_head` set.

@@ -30,7 +30,7 @@ class TensorSlice(NamedTuple):
     name: str  # the tensor's name
     shape: tuple[int, ...]  # the whole tensor's shape
     rows: tuple[int, int]  # begin, end along its first axis
-    split: tuple[int, ...]  # the rows with their axes factored; the last axis is not factored
+    split: tuple[int, ...]  # the shape of the rows with factored axes; the last axis is not factored
     select: tuple[int | slice, ...]  # one entry per factor; an integer drops the axis
     axes: tuple[int, ...]  # the transposition
     target: tuple[int | slice, ...]  # one entry per axis of the parameter
@@ -73,7 +73,7 @@ class TensorSlice(NamedTuple):
         """Cuts the slice so that each part fits in memory.
 
         Yields:
-            Slices of at most `BLOCK_BYTES`, or of a single unit if one is larger.
+            Slices of at most `BLOCK_BYTES`, or of a single unit if a unit is larger.
         """
         # As many units as fit into a block of memory, in steps of nearly equal size.
         step = even_step(self.units, BLOCK_BYTES // max(math.prod(self.split) // self.units * itemsize, 1))
@@ -106,7 +106,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     slices: tuple[TensorSlice, ...]
-    in_axis: int = -1  # negative index of the axis that is the tensors' last, along which block scales are shorter
+    in_axis: int = -1  # negative index of the axis from the tensors' last axis; block scales are shorter along it
 
     def chunks(self, itemsize: int) -> tuple[int, ...]:
         """Chooses chunks in which the parameter can be converted with bounded memory.
@@ -133,7 +133,7 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
     Args:
         target: one index per axis of the parameter.
         rows: begin and end along the tensor's first axis; by default, all rows.
-        split: the factored shape of these rows; by default, their unfactored shape.
+        split: the factored shape of these rows; by default, they are not factored.
         select: indices into the factors; omitted ones are `slice(None)`.
         axes: the transposition; by default none.
     """

@@ -43,7 +43,7 @@ def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
     """Describes the parameters that are assembled from tensors with different dtypes.
 
     Returns:
-        A clause with their number and an example; empty if there are none. Missing tensors are ignored.
+        A clause with the number of parameters and an example; empty if there are none. Missing tensors are ignored.
     """
     mixed = {}
     for path, spec in specs.items():
@@ -66,7 +66,7 @@ def _find_problem(name: str, tensor: TensorInfo, scales: ScaleMap, is_cast: bool
     what = f"tensor {name} has unsupported dtype {tensor.dtype}"
     if tensor.dtype == np.float64:
         # This is the only wider dtype. Casting changes its values, so the user decides.
-        return None if is_cast else f"{what}; cast it: mtpjax convert --dtype float32 (mtpjax.load: dtype)"
+        return None if is_cast else f"{what}; cast it: mtpjax convert --dtype float32 (or mtpjax.load with dtype)"
     if tensor.dtype == E4M3:
         return f"{what}; it is supported only for matrices with scales"
     # Integers and other 8-bit floats need scales whose meaning is unknown.
@@ -95,7 +95,7 @@ def find_scales(
         elif block is None:
             problems.append(
                 f"tensor {name} is float8_e4m3fn, and its scales {found} have shape {tensors[found].shape}, but the "
-                f"configuration does not describe block-wise fp8 (quant_method fp8): {said or 'it says nothing'}. "
+                f"configuration does not describe block-wise fp8 (quant_method fp8): {said or 'no settings found'}. "
                 f"What to do: {ORIGINAL}"
             )
         elif (problem := _find_scale_problem(found, tensors[found], shape, block)) is not None:
@@ -113,7 +113,7 @@ def _find_scale_problem(name: str, tensor: TensorInfo, shape: tuple[int, ...], b
     if tensor.shape != grid:
         kind = kinds.get(tensor.shape)
         form = f": the weights are fp8 with {kind}, which is not supported. What to do: {ORIGINAL}" if kind else ""
-        return f"tensor {name} has shape {tensor.shape}; {shape} in blocks of {block} needs {grid}{form}"
+        return f"tensor {name} has shape {tensor.shape}; weights {shape} in blocks of {block} need {grid}{form}"
     if tensor.dtype not in SCALES:
         return (
             f"tensor {name} has scales of unsupported dtype {tensor.dtype}; supported: float32, float16, bfloat16, "

@@ -28,7 +28,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 @contextlib.contextmanager
 def library_settings() -> Iterator[None]:
-    """Sets the JAX settings that the library's functions need, regardless of the caller's.
+    """Sets the JAX settings that the library's functions need, regardless of the caller's settings.
 
     The programs rely on standard dtype promotion, and calls transfer their arguments to the device. Callers may set
     `jax_numpy_dtype_promotion="strict"` and `transfer_guard("disallow")` to find mistakes in other code. Also usable as
@@ -91,8 +91,8 @@ def is_cuda() -> bool:
 def h100_devices(topology: str = "1x1x1") -> tuple:
     """Returns H100 devices for ahead-of-time compilation on a machine without a GPU. Nothing can run on them.
 
-    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels that match
-    the installed jax version, without their dependencies::
+    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels for the
+    installed jax version, installed without their dependencies::
 
         mesh = make_mesh({"data": 8}, h100_devices("1x1x8"))
         with use_abstract_mesh(mesh.abstract_mesh):
@@ -115,8 +115,8 @@ def h100_devices(topology: str = "1x1x1") -> tuple:
 def tpu_devices(topology: str = "v5e:2x2") -> tuple:
     """Describes TPU devices to compile for ahead of time on a machine without a TPU. Nothing runs on them.
 
-    Needs the libtpu wheel. `topology` is a name such as "v5e:2x2" or "v5p:2x2x1". Use the devices as those of
-    `h100_devices`; a mesh may also have only the first of them.
+    Needs the libtpu wheel. `topology` is a name such as "v5e:2x2" or "v5p:2x2x1". Use the devices like those of
+    `h100_devices`; a mesh may also consist of only the first few.
 
     Raises:
         RuntimeError: the wheel is missing, or does not know the topology.

@@ -21,7 +21,7 @@ FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 SWITCH_VARIABLE = "JAX_ENABLE_COMPILATION_CACHE"
 MIN_SECONDS_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not kept
-MAX_BYTES = 2 << 30  # total size of all programs; the oldest are removed above it
+MAX_BYTES = 2 << 30  # maximum total size of all programs; beyond it, the oldest are removed
 
 
 def enable() -> pathlib.Path | None:

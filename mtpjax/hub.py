@@ -67,7 +67,7 @@ def resolve(name, *, weights: bool = True) -> pathlib.Path:
 
 
 def _describe_missing(text: str) -> str:
-    """Returns a message that a path does not exist, with the content of its folder."""
+    """Returns a message that says that a path does not exist, and lists the content of its folder."""
     folder, path = pathlib.Path(text).parent, printable(repr(text) if not text.strip() else text, 300)
     try:
         names = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))

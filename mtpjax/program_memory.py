@@ -1,7 +1,7 @@
 """Frees compiled programs before the process runs out of memory mappings.
 
 On a CPU, every compiled program uses tens of memory mappings, and Linux allows 65,530 per process (`vm.max_map_count`).
-Above this limit, XLA fails with "LLVM compilation error: Cannot allocate memory".
+Beyond this limit, XLA fails with "LLVM compilation error: Cannot allocate memory".
 """
 
 import gc
@@ -24,7 +24,7 @@ def free_programs_if_full(max_share: float = 0.5) -> bool:
         max_share: the share of the mappings, 0..1, above which programs are freed.
 
     Returns:
-        True if programs were freed. False up to this share, and on systems that do not count mappings.
+        True if programs were freed. False if the share is not exceeded, or the system does not count mappings.
 
     Raises:
         ValueError: `max_share` is not within 0..1.

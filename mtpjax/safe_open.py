@@ -32,7 +32,7 @@ def allowed_root(path: pathlib.Path) -> pathlib.Path:
     """Finds the folder that the symlinks of a checkpoint directory may point into.
 
     Returns:
-        The resolved directory, or for a snapshot of the Hugging Face cache the repository folder around it.
+        The resolved directory; for a snapshot in the Hugging Face cache, the repository folder that contains it.
     """
     # `.../models--ORG--NAME/snapshots/REVISION` links to `.../models--ORG--NAME/blobs`.
     real = path.resolve()
@@ -97,14 +97,14 @@ def _read_bounded(stream: io.BufferedReader, path, max_bytes: int) -> bytes:
 
 
 def pread(descriptor: int, count: int, offset: int, path) -> bytearray:
-    """Reads bytes at an offset of an open file. `path` names the file if it is truncated."""
+    """Reads `count` bytes at an offset of an open file. `path` is only for the error message if it is truncated."""
     content = bytearray(count)
     pread_into(descriptor, memoryview(content), offset, path)
     return content
 
 
 def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
-    """Fills `view` with bytes at an offset of an open file, at most 1 GiB per call: Linux's limit is 2 GiB."""
+    """Fills `view` with bytes at an offset of an open file, with at most 1 GiB per read: Linux's limit is 2 GiB."""
     done = 0
     while done < len(view):
         # `preadv` reads at an offset without moving a shared position, so threads can read one file at once.
@@ -132,7 +132,7 @@ def open_regular(path: str | os.PathLike) -> io.BufferedReader:
         OSError: the file is missing or cannot be read.
         UnsafeFileError: it is not a regular file.
     """
-    # O_NONBLOCK: opening a named pipe must not wait for its writer. Check the opened file: a path can change its file.
+    # O_NONBLOCK: opening a named pipe must not wait for its writer. Check the open file, as the path may change.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
@@ -173,7 +173,7 @@ def read_json_file(path: str | os.PathLike, *, max_bytes: int) -> Any:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: the file is not a regular file, too large, not JSON, or nests too deeply.
+        ValueError: the file is not regular, is too large, is not JSON, or nests too deeply.
     """
     with open_regular(path) as stream:
         return parse_json(_read_bounded(stream, path, max_bytes))

@@ -117,7 +117,7 @@ class WorkerProcess:
 
 
 def _exchange(process: subprocess.Popen, line: Sequence[bytes], end: float) -> bytes:
-    """Writes a line in parts and reads a line; only its start if the process ends. Raises TimeoutError at `end`."""
+    """Writes a line in parts, and reads a line, or only its start if the process ends. Raises TimeoutError at `end`."""
     source, target = process.stdout, process.stdin
     assert source is not None and target is not None
     unsent, parts = collections.deque(memoryview(part) for part in line if part), [b""]

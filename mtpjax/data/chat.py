@@ -160,7 +160,7 @@ def _mark_blocks(
     """Marks the tokens of generation blocks."""
     is_target = np.zeros(len(tokens) + 1, bool)
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    # Offsets may leave out a token's leading space, so a token starts where the last one ends.
+    # Offsets may leave out a token's leading space, so a token starts where the previous one ends.
     starts = np.minimum(starts, np.maximum.accumulate(np.append(0, ends))[:-1])
     for start, stop in blocks:
         begin, end = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, stop, "left"))
@@ -173,7 +173,7 @@ def _mark_blocks(
 
 
 def _answer_end(tokens: list[int], begin: int, end: int, tokenizer: Tokenizer) -> int:
-    """Returns the index where an answer's targets end: after its last end token, or an end token right after it.
+    """Returns the index where an answer's targets end: after its last end token, or after one that directly follows it.
 
     Text that the template writes after the end token, such as a newline, is not a target.
     """

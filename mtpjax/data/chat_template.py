@@ -24,7 +24,7 @@ from mtpjax.data.tokenizer_files import DEFAULT_TEMPLATE, MAX_TEMPLATE_CHARACTER
 from mtpjax.errors import ConversationError, DroppedTextError, TokenizerError, printable
 
 MAX_MESSAGES = 10_000
-MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # maximum renderings of a shape per step, and messages in all of them
+MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # maximum number of renderings of a shape per step, and of their messages
 PROBES_AT_ONCE = 32
 MAX_STEPS = 3
 SYSTEM_ROLES = ("system", "developer")
@@ -217,8 +217,8 @@ def choose_forms(
     Results are cached by the template and the conversation's shape: the roles, and which fields the messages have. A
     turn that repeats counts at most twice.
 
-    If the template fails on every probe, the usual forms are returned: it will fail on the messages too, or it depends
-    on their text.
+    If the template fails on every probe, the usual forms are returned: the template will fail on the messages too, or
+    depends on their text.
 
     Raises:
         DroppedTextError: in every form, the template omits the text of a message, a tool call, or the tools.
@@ -235,7 +235,7 @@ def choose_forms(
         probe = [probe_messages.probe_message(messages[index], n, own_ids=True) for n, index in enumerate(kept)]
         forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if problem.rank == FAILED:
-        # The template will fail on the messages too, or it depends on their text. Fewer templates fail on an empty text
+        # The template will fail on the messages too, or depends on their text. Fewer templates fail on an empty text
         # than on null.
         return Forms(empty="text")
     if problem.rank == MISSING:

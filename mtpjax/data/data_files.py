@@ -33,8 +33,8 @@ class DataFiles(NamedTuple):
 def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
     """Lists the files of a source of data.
 
-    In a folder, it leaves out and counts four kinds of files: "hidden" (the name of the file or of a subfolder above it
-    starts with a dot; a pattern with such a part includes them), "binary" (texts that contain NUL), "not a file" (links
+    In a folder, it leaves out and counts four kinds of files: "hidden" (the file's name, or a subfolder's in its path,
+    starts with a dot; a pattern with such a part includes them), "binary" (those that contain NUL), "not a file" (links
     to folders, broken links, devices), and "of the run" (in the folder that the run itself writes).
 
     Args:

@@ -67,7 +67,7 @@ def count_tokens(
             skipped.append(str(file))
         else:
             counts += file_counts
-        # Report the bytes that are not text too, such as JSON syntax, so that progress reaches the files' sizes.
+        # Also report the bytes that are not text, such as JSON syntax, so that progress reaches the files' sizes.
         progress(max(file.stat().st_size - bytes_counted, 0))
     if not counts.any():
         raise ValueError(f"no tokens in {count_of(len(files), 'file')}")

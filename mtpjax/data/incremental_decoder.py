@@ -45,7 +45,7 @@ class Stage:
 
 
 class Utf8Stage(Stage):
-    """Joins bytes to characters. Bytes that are not UTF-8 become U+FFFD, counted as Rust and Python both do."""
+    """Joins bytes to characters. Bytes that are not UTF-8 become U+FFFD, as many as in Rust and Python."""
 
     def __init__(self):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -68,7 +68,7 @@ class MapStage(Stage):
 
 
 class FirstTokenStage(Stage):
-    """Takes pairs: returns the first element for the first token, and the second for all others."""
+    """Takes pairs, and returns the first element for the first token and the second for all others."""
 
     def __init__(self):
         self._index = 0
@@ -80,7 +80,7 @@ class FirstTokenStage(Stage):
 
 
 class LastTokenStage(Stage):
-    """Takes pairs: returns the second element for the last token, and the first for all others."""
+    """Takes pairs, and returns the second element for the last token and the first for all others."""
 
     def __init__(self):
         self._held: tuple[str, str] | None = None
@@ -94,7 +94,7 @@ class LastTokenStage(Stage):
 
 
 class ChangedTokenStage(Stage):
-    """Takes pairs of token and text: drops tokens that equal the previous one, and tokens without text."""
+    """Takes pairs of token and text, and drops tokens that equal the previous one and tokens without text."""
 
     def __init__(self):
         self._before: str | None = None
@@ -105,7 +105,7 @@ class ChangedTokenStage(Stage):
 
 
 class ByteFallbackStage(Stage):
-    """Joins runs of byte tokens: one valid UTF-8 text, or U+FFFD for each byte of the run."""
+    """Joins each run of byte tokens to a text if it is valid UTF-8, or else to one U+FFFD per byte."""
 
     def __init__(self):
         self._start_run()

@@ -28,7 +28,7 @@ class SkippedRecordError(ValueError):
 def read_raw_records(path: pathlib.Path, *, by_line: bool) -> Generator[tuple[str, bytes], None, tuple[int, str]]:
     """Reads a whole file, or its lines that are not blank.
 
-    Yields the location, "FILE" or "FILE line N", and the bytes. Returns the size in bytes and the digest.
+    Yields the location, "FILE" or "FILE line N", and the bytes. Returns the file's size in bytes and its digest.
     """
     # The digest covers the bytes that the caller reads, so it needs no second pass over the file.
     digest, size = hashlib.sha256(), 0

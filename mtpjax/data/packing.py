@@ -260,10 +260,10 @@ def mixed_batches(
 ) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yields batches of packed rows from several sources, in proportion to `weights`.
 
-    The sources are interleaved, so every stretch of rows has their shares to within a row or two. A source whose rows
-    are used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends only on
-    the rows, weights, `seed` and n, and a late `start` costs no time. With one source, the batches equal those from
-    `shuffled_batches`; several sources need grain, from the `train` extra.
+    The sources are interleaved, so each has its share of every stretch of rows to within a row or two. A source whose
+    rows are used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends
+    only on the rows, weights, `seed` and n, and a late `start` costs no time. With one source, the batches equal those
+    from `shuffled_batches`; several sources need grain, from the `train` extra.
 
     Returns an iterator of `(indices, batch)`: the rows' indices `[batch_size]` in `concatenate_rows(source_rows)`, and
     the batch `[batch_size, T]`.
@@ -374,13 +374,13 @@ def held_out_prompts(
     if len(prompts) < min_count:
         raise ValueError(
             f"{len(distinct)} held-out documents hold {len(prompts)} prompts of {prompt_length} tokens with"
-            f" {continuation_length} to follow; {min_count} were requested"
+            f" {continuation_length} more after each; {min_count} were requested"
         )
     return [prompt for prompt, _ in prompts]
 
 
 def _loss_mask(document: Document, eos_token_id: int) -> np.ndarray:
-    """Returns which tokens of a document and its end token are targets, `[n + 1]`. Raises ValueError, see `pack`."""
+    """Returns which tokens of a document and its end token are targets, `[n + 1]`. Raises ValueError as `pack` does."""
     if document.loss_mask is None:
         # Without a mask, an end token inside the document would split it where the text continues.
         if (document.tokens == eos_token_id).any():

@@ -72,7 +72,7 @@ def _read_gzip(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
                 if line.strip():
                     yield f"{path} line {number}", line
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a whole gzip file: {printable(error, 100)}") from error
+        raise ValueError(f"{path} is not a complete gzip file: {printable(error, 100)}") from error
 
 
 def _read_json(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
@@ -103,4 +103,4 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 # A row has every column of the file; null columns are missing fields.
                 yield f"{path} row {number}", {name: v for name, v in record.items() if v is not None}
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a whole Parquet file: {printable(error, 200)}") from error
+        raise ValueError(f"{path} is not a complete Parquet file: {printable(error, 200)}") from error

@@ -1,7 +1,7 @@
 """The output of a regeneration: a JSONL file that grows by whole windows of records, and its manifest.
 
-The manifest `NAME.about.json` contains the settings with which the file is written, the number of complete bytes, and
-their digest. An interrupted run continues from the manifest.
+The manifest `NAME.about.json` records the settings that the file is written with, the number of bytes in complete
+windows, and the digest of those bytes. An interrupted run continues from the manifest.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ MAX_MANIFEST_BYTES = 1 << 20
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of a regeneration so far; `rounds` and `accepted` as in `DecodeStats`.
+    """Counts of a regeneration so far; `rounds` and `accepted` are counted as in `DecodeStats`.
 
     Attributes:
         read: records read.
@@ -103,7 +103,7 @@ class RegenerationOutput:
         self.write_manifest()
 
     def write_manifest(self) -> None:
-        """Writes the manifest: the settings, the counts, and the number of complete bytes and their digest."""
+        """Writes the manifest: the settings, the counts, the number of bytes in complete windows, and their digest."""
         written = {"bytes": self.writer.size, "sha256": self.digest.hexdigest()}
         manifest = {"format": FORMAT, "source": {"path": self.path.name, "kind": self.kind}, "written": written}
         manifest |= {"tally": dataclasses.asdict(self.tally), "settings": self.settings}
@@ -144,7 +144,7 @@ class RegenerationOutput:
 
 @contextlib.contextmanager
 def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[RegenerationOutput]:
-    """Opens the records at `path`: a new file, or an existing one, to continue after its last window."""
+    """Opens the records at `path`: a new file, or an existing file that is continued after its last window."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with JsonlWriter(path) as writer:

@@ -41,7 +41,7 @@ class Task(abc.ABC):
             tokens: the answer without its stop token.
 
         Returns:
-            True if training will tokenize the record's text so far as the same tokens.
+            True if training will tokenize the record's text so far into the same tokens.
         """
 
     @abc.abstractmethod
@@ -58,7 +58,7 @@ def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
     # Whole files and records cannot be mixed in one run.
     have_records = {is_record_file(path) for path in paths}
     if len(have_records) != 1:
-        problem = f"some files contain records ({', '.join(RECORD_SUFFIXES)}), some plain text: select by pattern"
+        problem = f"some files contain records ({', '.join(RECORD_SUFFIXES)}), others plain text: select by pattern"
         raise ValueError(problem if paths else "there are no files")
     if have_records == {False}:
         return "documents"

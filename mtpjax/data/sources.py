@@ -119,7 +119,7 @@ def fingerprint(
 
 
 def _kind_and_field(source: Source, content: SourceContents) -> dict[str, str]:
-    """Returns the kind and field for the fingerprint. Files that are all texts give the same with "auto" and "text"."""
+    """Returns the kind and field for the fingerprint. If all files are texts, "auto" and "text" give the same."""
     if source.kind == "auto" and not any(is_record_file(name) for name, _, _ in content.files):
         return {"kind": "text", "field": "text"}
     return {"kind": source.kind, "field": source.field}

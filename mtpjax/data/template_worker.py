@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 MAX_SECONDS = 10  # for one conversation; published templates need milliseconds
 ANSWER_SECONDS = 2  # additional time for a worker to start, and for its answer to arrive
-MAX_MEMORY = 512 << 20  # bytes of the worker's address space (macOS does not enforce this; there, time bounds it)
+MAX_MEMORY = 512 << 20  # bytes of the worker's address space (not enforced on macOS; the time limit bounds it there)
 MAX_OUTPUT_CHARACTERS = 16 << 20
 _COMPILED_TEMPLATES = 8
 
@@ -52,7 +52,7 @@ class TemplateWorker:
         from mtpjax.worker_process import WorkerProcess
 
         self._worker = WorkerProcess(__file__)
-        self._compiled: dict[str, Any] | None = None  # templates, if this process renders itself
+        self._compiled: dict[str, Any] | None = None  # compiled templates, if this process renders them itself
 
     def render_here(self) -> None:
         """Renders in this process from now on. Call it only in a process that has limits on time and memory."""
@@ -92,7 +92,7 @@ class TemplateWorker:
                 raise TemplateFailure(f"it ran for more than {MAX_SECONDS} seconds") from ended
             if ended.code is None:
                 raise TemplateFailure(f"its process did not answer within {seconds} seconds") from ended
-            message = f"its process ended with code {ended.code}, probably out of {MAX_MEMORY >> 20} MiB"
+            message = f"its process ended with code {ended.code}, probably because it needs over {MAX_MEMORY >> 20} MiB"
             raise TemplateFailure(message) from ended
         return [_to_result(each) for each in json.loads(answer)]
 
@@ -203,7 +203,7 @@ def _environment():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` ... `{% endgeneration %}` around what the model writes: renders as its body."""
+        """`{% generation %}` ... `{% endgeneration %}` around what the model writes, which is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012, jinja2's interface
 

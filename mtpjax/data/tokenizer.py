@@ -155,7 +155,7 @@ class HuggingFaceTokenizer:
     Args:
         folder: the directory, or the GGUF file.
         vocab_size: the model's vocabulary size V.
-        chat_template: jinja2 template that replaces those in the files.
+        chat_template: jinja2 template that replaces the ones in the files.
 
     Raises:
         TokenizerError: a file is damaged, or a token is outside `vocab_size`.

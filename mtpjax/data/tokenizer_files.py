@@ -87,7 +87,7 @@ def find_end_tokens(
     for token in dict.fromkeys(itertools.chain(*others)):
         if token not in first and token != named and token not in added:
             text = printable(repr(tokenizer.id_to_token(token)), 60)
-            log.warning("%s: config.json's eos_token_id %s is %s, ordinary text, and ends texts", folder, token, text)
+            log.warning("%s: config.json's eos_token_id %s is %s, ordinary text, but ends texts", folder, token, text)
     ids = itertools.chain(first, *others, () if named is None else (named,))
     return tuple(dict.fromkeys(ids))
 

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint on disk: written whole with Orbax, or streamed in chunks with TensorStore.
+"""Stores a checkpoint's arrays on disk: written whole with Orbax, or streamed in chunks with TensorStore.
 
 Both write uncompressed zarr, which TensorStore reads. Orbax writes arrays that fit in memory. A converted checkpoint
 can be larger than memory, so its arrays are streamed: only a few chunks are in memory at once, and each chunk has its
@@ -141,11 +141,11 @@ def _array_to_save(name: str, leaf: Any) -> np.ndarray | jax.Array | StreamedArr
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
     """Writes arrays into a new folder. All processes of a run must call it.
 
-    Returns `(records, digests)`: each array's entry for `digests.json`, and the sha256 digests known so far by file
+    Returns `(records, digests)`: each array's entry for `digests.json`, and the sha256 digests known so far, by file
     name relative to the parent of `folder`.
     """
     streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
-    failed = OSError(f"{folder.parent.parent} cannot be written by another process")
+    failed = OSError(f"another process cannot write {folder.parent.parent}")
     records = {}
     with distributed.raise_together(failed):
         if distributed.is_main_process():
@@ -172,7 +172,7 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
 
 def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, dict]:
     """Writes the arrays that are not streamed, and Orbax's metadata for all arrays. Returns their digest entries."""
-    import orbax.checkpoint as ocp  # slow to import, so only where it is used
+    import orbax.checkpoint as ocp  # slow to import, so it is imported only where it is used
 
     # Only this process takes part: the others must not wait for it.
     index = jax.process_index()

@@ -212,14 +212,14 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Progr
 
 
 def _is_stacked(layout: Layout, name: str) -> bool:
-    """Returns whether new files have this tensor of stacked experts, as in Qwen3.5's trunk."""
+    """Returns whether new files contain this tensor with stacked experts, as Qwen3.5's trunk does."""
     return layout.fused_experts and name.startswith(f"{layout.trunk}layers.") and name.endswith("experts.gate_up_proj")
 
 
 def _tensor_entries(
     reader: CheckpointReader, specs: dict[str, ParamSpec], dtype, before: dict[str, TensorInfo]
 ) -> dict[str, TensorEntry]:
-    """Lists all parameters' tensors, with `dtype`, else the original tensor's dtype, else the stored array's."""
+    """Lists all parameters' tensors in `dtype` or, if None, in the original tensor's dtype, else the stored array's."""
     entries = {}
     for path, spec in specs.items():
         # A quantized parameter is stored as two arrays; the values have its shape.

@@ -42,7 +42,7 @@ def merge_mtp(
         progress: called with the size in bytes of each written block.
 
     Returns:
-        How many of the modules' tensors are equal to tensors in `base`, replaced one, or were added.
+        How many of the modules' tensors equal a tensor in `base`, how many replaced one, and how many were added.
 
     Raises:
         CheckpointError: a checkpoint is damaged, or the two do not match.

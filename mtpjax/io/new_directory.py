@@ -134,7 +134,7 @@ def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
 
 
 def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the special token ids from the checkpoint's tokenizer files, or of the byte tokenizer."""
+    """Returns the special token ids from the checkpoint's tokenizer files, or those of the byte tokenizer."""
     file = f"{HUGGINGFACE_FOLDER}/{GENERATION_CONFIG}"
     if file in reader.files:
         return {key: value for key, value in _read_object(reader, file).items() if key in TOKEN_IDS}

@@ -16,7 +16,7 @@ from mtpjax.errors import TokenizerError, printable
 from mtpjax.safe_open import parse_json, read_inside
 
 TIKTOKEN_FILE = "tiktoken.model"
-MAX_BYTES, MAX_TOKEN_BYTES = 16 << 20, 1024  # Kimi-K2 has 3 MB and 128 bytes
+MAX_BYTES, MAX_TOKEN_BYTES = 16 << 20, 1024  # of the file, and of a token; Kimi-K2's have 3 MB and 128 bytes
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

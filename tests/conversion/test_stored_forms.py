@@ -311,7 +311,7 @@ def test_a_further_file_may_repeat_tensors_but_not_change_them(tmp_path, caplog)
     changed = rewrite(source, tmp_path / "changed", lambda n, a: a * 2 if n == HEAD else a)
     shutil.copy(tmp_path / "mtp" / EXPORT_FILE, changed / EXPORT_FILE)
     assert mtpjax.load(changed)[0].config.num_mtp_modules == 0
-    assert f"but its {HEAD} differs from that in model.safetensors" in caplog.text
+    assert f"but its {HEAD} differs from the one in model.safetensors" in caplog.text
 
 
 def test_the_file_of_the_modules_alone_can_be_merged(tmp_path):

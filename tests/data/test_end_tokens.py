@@ -80,7 +80,7 @@ def test_end_tokens_of_all_files_count(files, expected, folder, tmp_path_factory
         (
             {"config": {"eos_token_id": 2}},
             (END, 2),
-            "config.json's eos_token_id 2 is '#', ordinary text, and ends texts",
+            "config.json's eos_token_id 2 is '#', ordinary text, but ends texts",
         ),
     ],
 )

@@ -344,7 +344,7 @@ def test_prompts_start_lines_of_different_files_and_have_a_continuation():
 
 def test_too_few_prompts_are_an_error_with_the_numbers():
     asked = {"count": 3, "prompt_length": 3, "continuation_length": 1, "seed": 0}
-    with pytest.raises(ValueError, match="1 held-out documents hold 2 prompts of 3 tokens with 1 to follow; 3 were"):
+    with pytest.raises(ValueError, match="1 held-out documents hold 2 prompts of 3 tokens with 1 more after each; 3"):
         packing.held_out_prompts([document("abc\nabc\n")], **asked)
     assert len(packing.held_out_prompts([document("abc\nabc\n")], **asked, min_count=2)) == 2
     with pytest.raises(ValueError, match="count=0"):

@@ -327,7 +327,7 @@ def test_bad_requests_are_told(run, content, changes, said):
 def test_files_of_two_kinds_are_told(rig, tmp_path):
     for name in ("a.jsonl", "b.txt"):
         (tmp_path / name).write_text('{"text": "x"}')
-    with pytest.raises(ValueError, match=r"some files contain records \(.jsonl, .*, some plain text: select by"):
+    with pytest.raises(ValueError, match=r"some files contain records \(.jsonl, .*, others plain text: select by"):
         RegenerationRequest(paths=[tmp_path / "a.jsonl", tmp_path / "b.txt"], config=rig[3])
 
 
