@@ -91,7 +91,7 @@ class ConfigReader:
         return listed[:layers], own[0] if own else None
 
     def section(self, key: str) -> "ConfigReader":
-        """Returns a reader for a nested object, which is empty if missing."""
+        """Returns a reader for a nested object; without such an object, the reader is empty."""
         value, key = self._value(key, {})
         if not isinstance(value, dict):
             raise ConfigError(f"config.json: {key} is {value!r}, not an object")

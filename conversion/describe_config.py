@@ -58,7 +58,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
         nearest = min(nearest or differing, differing, key=len)
     raise ConfigError(
         "no supported family can describe this model; the closest family cannot express "
-        f"{', '.join(nearest) if nearest else 'its sizes'}"
+        f"{', '.join(nearest) if nearest else 'the sizes'}"
     )
 
 

@@ -3,8 +3,8 @@
     python -m conversion.export_mtp --input-dir DIR --output-dir DIR [--model-type TYPE]
 
 Inference engines load such an export as a draft model. Unlike xLLM's script, this one supports Qwen3-Next and several
-modules, dequantizes fp8 for every family with the block size in the configuration, checks names and shapes, keeps only
-a few blocks in memory, and runs no remote code.
+modules, dequantizes fp8 for every family with the block size from the configuration, checks names and shapes, keeps
+only a few blocks in memory, and runs no remote code.
 """
 
 import argparse

@@ -67,7 +67,7 @@ class Family:
     rotates_part: bool = True  # the transformers class reads `partial_rotary_factor`
     # Fields that the transformers class sets, regardless of `config.json`.
     computes: Pairs = dataclasses.field(default_factory=dict)
-    nulls: tuple[str, ...] = ()  # keys in `NOT_NULL` that are null in published files, which means the default
+    nulls: tuple[str, ...] = ()  # keys in `NOT_NULL` that are null in published files, where null means the default
 
 
 # Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
@@ -88,7 +88,7 @@ _NORMALIZED = {"norm_topk_prob": True}
 _NO_SHARED_WIDTH = {"shared_expert_intermediate_size": 0}
 # `attention_bias` adds a bias to q, k, v and the output; in some families' classes, the output has no bias.
 _NO_OUTPUT_BIAS = {"attention_output_bias": False}
-# Dense MTP modules that read and pass on hidden states before the final norms.
+# Dense MTP modules that read and pass on hidden states from before the final norms.
 _PRE_NORM_MODULES = {"mtp_hidden_post_norm": False, "mtp_chain_post_norm": False, "mtp_dense": True}
 
 _DEEPSEEK_V3 = Family(
@@ -292,7 +292,7 @@ FAMILIES = {
     ),
 }
 
-# transformers gives null no meaning for these keys, so a default would be a guess.
+# In transformers, null has no meaning for these keys, so a default would be a guess.
 NOT_NULL = (
     *("rms_norm_eps", "layernorm_epsilon", "hidden_act", "max_position_embeddings", "norm_topk_prob", "route_norm"),
     *("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "rope_interleave"),

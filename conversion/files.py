@@ -52,7 +52,7 @@ class CheckpointFiles:
     Attributes:
         path: the directory.
         tensors: the location of each tensor, by name.
-        headers: the raw header of each safetensors file, including the 8 bytes of its length.
+        headers: the raw header of each safetensors file, including the 8 bytes that store its length.
         metadata: the `__metadata__` of each safetensors file.
         sizes: the size of each safetensors file in bytes.
         index: the parsed `model.safetensors.index.json`; None if there is none.

@@ -22,7 +22,7 @@ NEUTRAL = {
 
 
 class Metadata:
-    """Reads and checks a file's metadata by key, without the architecture's prefix."""
+    """Reads and checks a file's metadata; keys are given without the architecture's prefix."""
 
     def __init__(self, header: GGUFHeader):
         """Checks the architecture.
@@ -225,7 +225,7 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
     if not isinstance(log_multiplier, float) or not math.isfinite(log_multiplier):
         raise data.error("rope.scaling.yarn_log_multiplier", ", not a finite number")
     if log_multiplier:
-        mscale = round(10 * log_multiplier, 6)  # written in float32
+        mscale = round(10 * log_multiplier, 6)  # removes the error of the file's float32
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
     return scaling
 

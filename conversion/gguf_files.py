@@ -1,8 +1,8 @@
 """Reads a GGUF file as if it were a Hugging Face directory, and dequantizes its tensors row by row.
 
 Tensors become float32, unless every matrix in the file is bfloat16; then norms and routers, which llama.cpp stores in
-float32, become bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow the rules of `conversion.files`:
-only regular files are opened, and sizes are checked before memory is allocated.
+float32, become bfloat16 again. `gguf.quants` dequantizes them. Opening and reading follow the rules of
+`conversion.files`: only regular files are opened, and sizes are checked before memory is allocated.
 """
 
 import json
@@ -132,7 +132,7 @@ class GGUFFiles(CheckpointFiles):
             ) from error
 
     def _describe(self, header: GGUFHeader) -> dict[str, Any]:
-        """Makes the JSON files that a directory would have from the metadata."""
+        """Makes the JSON files that a directory would have, from the metadata."""
         factors = header.tensors.get(ROPE_FACTORS)
         files = tokenizer_files(header.metadata)
         ends = files["generation_config.json"] if files else {}

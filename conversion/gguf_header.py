@@ -76,7 +76,7 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
     entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-        raise CheckpointFileError(f"{path}: general.alignment is {alignment!r}, not an integer of 1 to {1 << 20}")
+        raise CheckpointFileError(f"{path}: general.alignment is {alignment!r}, not an integer from 1 to {1 << 20}")
     start = -(-cursor.offset // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in entries:
@@ -141,7 +141,7 @@ class _Cursor:
         return content
 
     def number(self, form: str):
-        """Returns the next number, which is stored in a `struct` format."""
+        """Returns the next number; `form` is its `struct` format."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def string(self) -> str:

@@ -78,9 +78,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         fields |= _mtp_conventions(reader)
         fields["mtp_own_embedding"] = reader.flag("mtp_use_dedicated_embeddings", False)
         if model_type == "deepseek_v3" and fields.get("index_topk"):
-            raise ConfigError(
-                "config.json: index_topk is not supported with model_type deepseek_v3: sparse attention is deepseek_v32"
-            )
+            raise ConfigError("config.json: index_topk is not supported with model_type deepseek_v3: use deepseek_v32")
         # Null is an error only for keys that this family reads.
         for key in NOT_NULL:
             if key in reader.seen and key in values and values[key] is None and key not in family.nulls:
@@ -250,7 +248,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
     }
-    # Dense layers are the first and last few, listed layers, all but every n-th, or given by each layer's type.
+    # The dense layers are the first and last few, the listed ones, all but every n-th, or those whose type is dense.
     first = reader.integer("first_k_dense_replace", 0, low=0)
     marks, of_modules = (), None
     if isinstance(reader.get("moe_layer_freq"), list):  # MiMo-V2

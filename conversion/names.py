@@ -39,7 +39,7 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
     """Lists every parameter of a model.
 
     Args:
-        has: shows whether experts are stored one by one or stacked.
+        has: used to find out whether experts are stored one by one or stacked.
 
     Returns:
         The specs by flat parameter name, such as "trunk/layer_0/attention/qkv".

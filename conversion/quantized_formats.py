@@ -95,7 +95,7 @@ FORMATS = (
 
 
 def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str, Any], supported: str) -> str | None:
-    """Returns a message with the format of a packed checkpoint, a tensor that shows it, and what to do; else None."""
+    """Returns a message with the format of a packed checkpoint, a tensor that shows it, and what to do, or None."""
     # Every packed format has integer tensors, fp8 tensors other than plain weights, or specific names.
     odd = [name for name in tensors if tensors[name].dtype.kind in "iu" or name.endswith(OWN_NAMES)]
     odd += [name for name in tensors if tensors[name].dtype in FP8 and not name.endswith((".weight", "_proj"))]

@@ -37,7 +37,7 @@ class Shard(NamedTuple):
     """A safetensors file to write."""
 
     file: str
-    header: bytes  # including the 8 bytes of its length
+    header: bytes  # including the 8 bytes that store its length
     entries: tuple[TensorEntry, ...]  # in the order of their bytes
 
 

@@ -33,7 +33,7 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
             host:port with a port within 1..65535.
     """
     if (process_id is None) != (address is None):
-        raise ValueError("node-rank and dist-init-addr must be set together: give both, or with a launcher neither")
+        raise ValueError("node-rank and dist-init-addr must be set together: give both, or neither with a launcher")
     if process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"node-rank {process_id} is outside 0..{num_processes - 1}")
     if address is not None:

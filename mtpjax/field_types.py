@@ -89,7 +89,7 @@ def check_range(name: str, value: float | None, low: float, high: float = math.i
 
 
 def check_used(config: Any, rows: Iterable[tuple[str, bool, str]], prefix: str = "") -> None:
-    """Raises `ValueError` for a setting that is not its default and has no effect.
+    """Raises `ValueError` for a setting that differs from its default but has no effect.
 
     Args:
         config: a dataclass.

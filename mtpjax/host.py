@@ -21,7 +21,7 @@ def limit_threads(count: int) -> None:
 
 
 def num_threads() -> int:
-    """Returns the number of CPU threads that XLA uses: the environment's setting, or one per core of this process."""
+    """Returns the number of XLA's CPU threads: the environment's setting, or one per core that this process may use."""
     # A container may give the process fewer cores than the machine has; macOS does not report this.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return _env_num_threads() or cores or 1

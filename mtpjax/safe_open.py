@@ -97,7 +97,7 @@ def _read_bounded(stream: io.BufferedReader, path, max_bytes: int) -> bytes:
 
 
 def pread(descriptor: int, count: int, offset: int, path) -> bytearray:
-    """Reads `count` bytes at an offset of an open file. `path` is only for the error message if it is truncated."""
+    """Reads `count` bytes at an offset of an open file. `path` only appears in the error for a truncated file."""
     content = bytearray(count)
     pread_into(descriptor, memoryview(content), offset, path)
     return content

@@ -1,4 +1,4 @@
-"""Encodes conversations into tokens, and marks which of them are the assistant's answers."""
+"""Encodes conversations into tokens, and marks the tokens of the assistant's answers."""
 
 import datetime
 from collections.abc import Sequence

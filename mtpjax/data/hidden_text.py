@@ -155,7 +155,7 @@ class HiddenText:
         return "".join(pieces), spans
 
     def _split(self, marked: str) -> list[str]:
-        """Splits at the marks. Returns texts and the numbers of marks alternately."""
+        """Splits at the marks. Returns a list in which texts and the numbers of marks alternate."""
         return re.split(rf"{self._prefix}(\d{{{_COUNTER_DIGITS}}})", marked)
 
     def _mark(self, match: re.Match[str]) -> str:

@@ -40,7 +40,7 @@ class Stage:
         raise NotImplementedError
 
     def finish(self) -> Iterable[str]:
-        """Returns what was held back, at the end of the text."""
+        """Ends the text, and returns what was held back."""
         return ()
 
 

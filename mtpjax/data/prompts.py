@@ -68,8 +68,8 @@ def choose_prompts(
 ) -> list[Prompt]:
     """Draws prompts evenly, from each category in turn.
 
-    The choice within a category depends only on its prompts and `seed`, and a larger `count` includes the choice of a
-    smaller one.
+    The choice within a category depends only on its prompts and `seed`, and a larger `count` includes the prompts
+    of a smaller one.
 
     Args:
         count: number of prompts; all prompts if there are fewer.

@@ -94,7 +94,7 @@ def make_task(
         # Calls with weight 0 are part of the prompt.
         if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
             raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
-        # The output has the conversation only in OpenAI's format, and the record's other fields.
+        # The output contains the conversation (only in OpenAI's format) and the record's other fields.
         return ConversationTask(messages, tokenizer, max_prompt_tokens, without_conversation(record))
     # Prompts keep their category and id. With `chat`, each turn becomes a user message that the model answers.
     extra_fields = {name: record[name] for name in ("category", *ID_KEYS) if name in record}

@@ -33,7 +33,7 @@ class SourceContents:
         skipped: number of skipped documents by reason.
         files: the files that were read.
         last_skipped: location and problem of the last skipped document, or "".
-        lost_answers: number of answers that could not be located, in conversations with at least one that could.
+        lost_answers: number of answers that could not be located, in conversations in which at least one could be.
         last_lost: location and problem of the last such answer, or "".
         left_out: description of the files in the folder that were not read, or "".
     """

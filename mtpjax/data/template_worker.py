@@ -83,7 +83,7 @@ class TemplateWorker:
             try:
                 answer = self._worker.ask([line], seconds)
             except WorkerEnded as ended:
-                # The process ends itself after MAX_SECONDS. If it did not, it had been stopped: use a new one.
+                # The process ends itself after MAX_SECONDS. If it did not, it was suspended: use a new one.
                 if ended.code is not None:
                     raise
                 answer = self._worker.ask([line], seconds)
