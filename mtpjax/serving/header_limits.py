@@ -28,7 +28,7 @@ class LimitedProtocol(AutoHTTPProtocol):
 
     header_seconds: float
 
-    # Attributes of both of uvicorn's protocols.
+    # Attributes that both of uvicorn's protocols have.
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     cycle: Any

@@ -82,7 +82,7 @@ class Metrics:
             metric_names.PROMPT_TOKENS: _Histogram(metric_names.TOKENS),
             metric_names.NEW_TOKENS: _Histogram(metric_names.TOKENS),
         }
-        # Time, tokens delivered until then, and throughput before it.
+        # The time of the last scrape, the tokens delivered until then, and the throughput reported there.
         self._last_scrape = (time.monotonic(), status().num_new_tokens, 0.0)
 
     def observe(self, finish: Finish, times: RequestTimes) -> None:
