@@ -139,7 +139,7 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     group.add_argument("--prompts", required=required, metavar="FILE", help=common.PROMPT_FILE_HELP + default)
     group.add_argument("--num-prompts", type=int, default=count, help="number of prompts, spread over the categories")
     group.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="categories to use (default: all)")
-    group.add_argument("--prompt-tokens", type=int, help="cut prompts to N tokens (default: what fits the model)")
+    group.add_argument("--prompt-tokens", type=int, help="cut prompts to N tokens (default: to the model's limit)")
     common.add_chat_flag(group)
     group.add_argument("--max-new-tokens", type=int, default=96, help="new tokens per prompt")
 
