@@ -58,9 +58,9 @@ def _add_profile(commands) -> None:
 
 def _add_eval(commands) -> None:
     acceptance = command_parser(
-        "Measure the accept length and the acceptance rate per draft level, for each category of prompts and overall: "
-        "by decoding, and teacher-forced on the model's own text, with 95 % intervals over prompts. The accept length "
-        "is 1 + accepted drafts / rounds. The conditional rate of a level counts only the rounds that accepted all "
+        "Measure the accept length and the acceptance rate per draft level, for each category of prompts and overall, "
+        "both by decoding and teacher-forced on the model's own text, with 95 % intervals over prompts. The accept "
+        "length is 1 + accepted drafts / rounds. The conditional rate of a level counts only the rounds that accepted all "
         "earlier levels; its survival rate counts all rounds."
     )
     common.add_decoding_model_flags(acceptance)
