@@ -60,8 +60,8 @@ def _add_eval(commands) -> None:
     acceptance = command_parser(
         "Measure the accept length and the acceptance rate per draft level, for each category of prompts and overall, "
         "both by decoding and teacher-forced on the model's own text, with 95 % intervals over prompts. The accept "
-        "length is 1 + accepted drafts / rounds. The conditional rate of a level counts only the rounds that accepted all "
-        "earlier levels; its survival rate counts all rounds."
+        "length is 1 + accepted drafts / rounds. The conditional rate of a level counts only the rounds that accepted "
+        "all earlier levels; its survival rate counts all rounds."
     )
     common.add_decoding_model_flags(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
