@@ -1,4 +1,4 @@
-"""Limits on the time and size of request headers, for which uvicorn has no limits."""
+"""Limits the time and size of request headers; uvicorn has no such limits."""
 
 import asyncio
 import re

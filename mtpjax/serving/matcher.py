@@ -65,7 +65,7 @@ class Matcher:
             parents: parents of the W nodes, which come before their children; None: a chain.
 
         Raises:
-            GrammarError: the grammar exceeds a limit. The matcher is unusable then.
+            GrammarError: the grammar exceeds a limit. The matcher is unusable afterwards.
         """
         from llguidance.numpy import fill_next_token_bitmask
 

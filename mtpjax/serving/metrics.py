@@ -63,7 +63,7 @@ class Metrics:
         Args:
             status: returns the engine's status; called here and once per scrape.
             model_name: value of the label `model_name`.
-            aliases: engines whose names are exported too: "sglang", "vllm".
+            aliases: engines whose metric names are exported too: "sglang", "vllm".
 
         Raises:
             ValueError: an alias is unknown.
@@ -107,7 +107,7 @@ class Metrics:
         """Returns the body and the content type of `GET /metrics`."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-        # Only these metrics: the library's default registry would add metrics about the Python process.
+        # Export only these metrics: the library's default registry would add metrics about the Python process.
         return generate_latest(self), CONTENT_TYPE_LATEST
 
     def collect(self) -> "Iterator[Metric]":

@@ -20,7 +20,7 @@ from mtpjax.inference.requests import repeat_first_row
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.api.text_stream import Span, TextStream
 
-ROUNDS_PER_CHECK = 16  # between two searches for stop strings, each of which copies the tokens to the host
+ROUNDS_PER_CHECK = 16  # rounds between two searches for stop strings; each search copies the tokens to the host
 
 
 @dataclasses.dataclass(frozen=True)
