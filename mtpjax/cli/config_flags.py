@@ -54,12 +54,12 @@ _HELP = {
     "prompts have temperature 0, else block for chains and recursive for trees",
     "drafter": "draft method: mtp (the model's MTP modules), lookup (n-grams from the prompt and the text so far), or "
     "package.module:RECORD for your own DraftMethod",
-    "draft_vocabulary": "file written by `mtpjax vocabulary`: the MTP modules draft only tokens in it",
+    "draft_vocabulary": "file written by `mtpjax vocabulary`: the MTP modules draft only the tokens in it",
 }
 
 
 def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
-    """Adds a flag for each of these fields of `DecodeConfig` or `SamplingParams`; `defaults` override the fields'."""
+    """Adds a flag for each of these fields of `DecodeConfig` or `SamplingParams`; `defaults` override theirs."""
     for name in fields:
         kind = SamplingParams if name in SAMPLING_FIELDS else DecodeConfig
         default, type_hint = defaults.get(name, getattr(kind, name)), _type_hints(kind)[name]

@@ -23,7 +23,7 @@ def add_disaggregation_flags(parser) -> None:
         "--disaggregation-bootstrap-port",
         type=int,
         default=8998,
-        help="the prefill server's port for the transfer backend jax; 0: any free port",
+        help="the prefill server's port for the jax transfer backend; 0: any free port",
     )
     group.add_argument(
         "--disaggregation-secret-file",

@@ -50,14 +50,13 @@ def add_reading_flags(parser) -> None:
         "--sample-from-anchor",
         action="store_true",
         default=None,
-        help="let the first slot of a block also draft a token, for a DFlash drafter whose files do not say whether "
-        "it does",
+        help="for a DFlash drafter, if its files do not say: the first slot of a block also drafts a token",
     )
     group.add_argument(
         "--last-layer-state",
         choices=("before_norm", "after_norm"),
-        help="which hidden states a drafter of the last trunk layer reads, if its files do not say: those before the "
-        "final norm (SGLang, vLLM), or after it (transformers)",
+        help="for a drafter that reads the last trunk layer, if its files do not say: whether it reads the hidden "
+        "states before the final norm (SGLang, vLLM) or after it (transformers)",
     )
 
 

@@ -20,7 +20,7 @@ def add_expert_flags(parser) -> None:
         "--init-expert-location",
         default="trivial",
         metavar="FILE",
-        help="JSON file whose 'logical_count' has the tokens routed to each expert, per layer; trivial: equal counts",
+        help="JSON file whose 'logical_count' has token counts per layer and expert; trivial: equal counts",
     )
     group.add_argument(
         "--enable-eplb",
@@ -38,7 +38,7 @@ def add_expert_flags(parser) -> None:
 def check_expert_devices(options, mesh) -> None:
     """Raises UsageError for `--enable-eplb` if `mesh` (None: one device) does not shard the experts."""
     if options.enable_eplb and _num_expert_devices(mesh) == 1:
-        raise UsageError("--enable-eplb needs experts sharded over several devices: --ep-size, or --mesh expert=N")
+        raise UsageError("--enable-eplb needs experts sharded over several devices: use --ep-size or --mesh expert=N")
 
 
 def place_experts_by_flags(params: dict, options, mesh) -> dict:
@@ -72,7 +72,7 @@ def read_expert_counts(path: str) -> dict[str, Any] | None:
     layers = content.get("logical_count") if isinstance(content, dict) else None
     is_count = lambda value: isinstance(value, int | float) and 0 <= value < float("inf")
     if not isinstance(layers, list) or not all(isinstance(row, list) and all(map(is_count, row)) for row in layers):
-        raise UsageError(f"--init-expert-location {path}: 'logical_count' must be a list of numbers for each layer")
+        raise UsageError(f"--init-expert-location {path}: 'logical_count' must have a list of numbers for each layer")
     return {f"layer_{index}": row for index, row in enumerate(layers)}
 
 

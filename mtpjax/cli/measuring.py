@@ -58,10 +58,10 @@ def _add_profile(commands) -> None:
 
 def _add_eval(commands) -> None:
     acceptance = command_parser(
-        "Measure the accept length and the acceptance rate per draft level, for each category of prompts and overall: "
-        "by decoding, and teacher-forced on the model's own text, with 95 % intervals over prompts. The accept length "
-        "is 1 + accepted drafts / rounds. The conditional rate of a level counts only the rounds that accepted all "
-        "earlier levels; its survival rate counts all rounds."
+        "Measure the accept length and the acceptance rate per draft level, for each category of prompts and overall, "
+        "both by decoding and teacher-forced on the model's own text, with 95 % intervals over prompts. The accept "
+        "length is 1 + accepted drafts / rounds. The conditional rate of a level counts only the rounds that accepted "
+        "all earlier levels; its survival rate counts all rounds."
     )
     common.add_decoding_model_flags(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
@@ -139,7 +139,7 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     group.add_argument("--prompts", required=required, metavar="FILE", help=common.PROMPT_FILE_HELP + default)
     group.add_argument("--num-prompts", type=int, default=count, help="number of prompts, spread over the categories")
     group.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="categories to use (default: all)")
-    group.add_argument("--prompt-tokens", type=int, help="cut prompts to N tokens (default: what fits the model)")
+    group.add_argument("--prompt-tokens", type=int, help="cut prompts to N tokens (default: to the model's limit)")
     common.add_chat_flag(group)
     group.add_argument("--max-new-tokens", type=int, default=96, help="new tokens per prompt")
 

@@ -16,7 +16,7 @@ def add_commands(commands) -> None:
         "Estimate what a model needs on several GPUs before you rent them: memory per GPU, the largest batch and "
         "context, the time per round and the speedup from drafting, for every mesh that divides the model. The sizes "
         "of weights, caches and state are exact. Temporary memory and times are estimates, not measurements; "
-        "--compile compiles the call for H100s instead, without a GPU."
+        "--compile compiles the decoding call for H100s instead, without a GPU."
     )
     group = plan.flag_group("model")
     group.add_argument("model", help="a preset, such as deepseek-v3, a checkpoint, or a folder with only config.json")
@@ -36,7 +36,7 @@ def add_commands(commands) -> None:
     group.add_argument(
         "--compile",
         action="store_true",
-        help="also compile the call for the fastest mesh that fits, on H100s; needs no GPU and takes minutes",
+        help="also compile the decoding call for H100s, on the fastest mesh that fits; needs no GPU and takes minutes",
     )
     group = plan.flag_group("requests")
     group.add_argument(*flag_names("batch_size"), type=int, default=8, help="number of rows to decode together")
@@ -90,7 +90,7 @@ def _load_of(options, config):
 
 
 def _compile_best(result, config, params) -> None:
-    """Compiles the call for the fastest mesh that fits, and stores XLA's numbers in the result."""
+    """Compiles the decoding call for the fastest mesh that fits, and stores XLA's numbers in the result."""
     from mtpjax.evaluation.compiled_call import compile_call, h100_mesh
     from mtpjax.models.sharding import mesh_text
 

@@ -28,7 +28,7 @@ def add_commands(commands) -> None:
     group.add_argument(
         "--prompt-tokens",
         type=int,
-        help="cut each prompt or document to N tokens (default: whole prompts, 64 tokens of a document)",
+        help="cut each prompt or document to N tokens (default: keep prompts whole, cut documents to 64 tokens)",
     )
     group.add_argument("--batch-size", type=int, default=8, help="number of records to decode together")
     output = parser.flag_group("output")

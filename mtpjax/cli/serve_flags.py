@@ -110,7 +110,7 @@ def _add_batch_flags(parser) -> None:
         "--num-continuous-decode-steps",
         type=int,
         default=2,
-        help="decoding rounds per call; 1 while requests wait or prefill",
+        help="decoding rounds per device call; only 1 while requests are queued or being prefilled",
     )
     group.add_argument(
         "--precompile-bs-paddings",
@@ -129,7 +129,7 @@ def _add_cache_flags(parser) -> None:
     group.add_argument(
         "--max-total-tokens",
         type=int,
-        help="capacity of the KV cache in tokens (default: by --mem-fraction-static; on a CPU at most 1 GiB)",
+        help="capacity of the KV cache in tokens (default: set by --mem-fraction-static; on a CPU at most 1 GiB)",
     )
     group.add_argument("--page-size", type=int, default=16, help="tokens per page of the KV cache")
     group.add_argument("--disable-radix-cache", action="store_true", help="do not share prefixes between requests")

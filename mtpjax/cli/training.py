@@ -39,7 +39,7 @@ def _add_quickstart(commands) -> None:
         help=f"training time in seconds; at least {QUICKSTART_UPDATES} updates are made, even if they take longer",
     )
     group.add_argument("--seed", type=int, default=0, help="random seed of the weights and of the data order")
-    group.add_argument("--quick", action="store_true", help="only a few updates and prompts, as a smoke test")
+    group.add_argument("--quick", action="store_true", help="smoke test: make only a few updates, and use few prompts")
     quickstart.flag_group("output").add_argument("--output", default="runs/quickstart", help="folder to write")
     add_plot_formats_flag(quickstart)
     commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speedup")

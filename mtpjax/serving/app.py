@@ -26,14 +26,14 @@ from mtpjax.version import __version__
 def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metrics: Metrics | None = None) -> FastAPI:
     """Makes the ASGI application.
 
-    Every path except `settings.open_paths` needs a key if there are keys. `app.state.server` is the `ApiServer`, whose
+    If there are keys, every path except `settings.open_paths` needs one. `app.state.server` is the `ApiServer`, whose
     `drain` stops new requests.
 
     Args:
         engine: generates the tokens.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         settings: settings of the API.
-        metrics: served at `/metrics`; None: that path does not exist.
+        metrics: the metrics served at `/metrics`; None: that path does not exist.
     """
     server = ApiServer(engine, tokenizer, settings)
     # A separate process may be unable to import the class of any other tokenizer.

@@ -18,11 +18,11 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundCompiler:
-    """A thread that compiles programs, those that requests wait for first.
+    """A thread that compiles programs, starting with those that requests wait for.
 
     Args:
         keys: programs to compile, in this order; programs passed to `want` come before them.
-        compile_program: compiles one.
+        compile_program: compiles one program.
         on_end: called after each program, with None or its error.
     """
 
@@ -43,7 +43,7 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Programs that are not compiled yet, including the one that is compiling."""
+        """Number of programs that are not compiled yet, including the one that is compiling."""
         return self._num_left
 
     def want(self, key: ProgramKey) -> None:
@@ -67,7 +67,7 @@ class BackgroundCompiler:
             self._changed.notify()
 
     def _next(self) -> ProgramKey | None:
-        """Waits for the next program; None after `stop`."""
+        """Waits for the next program and returns it; returns None after `stop`."""
         with self._changed:
             while not (self._wanted or self._queue or self._is_stopped):
                 self._changed.wait()

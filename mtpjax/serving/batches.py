@@ -1,4 +1,4 @@
-"""The arrays of calls whose rows are all padding, which an executor fills."""
+"""Makes the arrays of calls whose rows are all padding. An executor writes the rows of requests into them."""
 
 import numpy as np
 
@@ -21,13 +21,13 @@ def empty_batch(sizes: EngineSizes, size: int, width: int) -> Batch:
 def no_chunk(sizes: EngineSizes, batch: Batch, allowed: np.ndarray | None) -> PromptChunk:
     """Makes the chunk of a batch whose rows are all padding."""
     nowhere = np.full(batch.slots.shape, NO_START, np.int32)
-    # Chunks end before their width only for snapshots.
+    # Only snapshots can make a chunk end before its full width.
     end = nowhere.copy() if sizes.shard_snapshots else None
     return PromptChunk(nowhere, np.full_like(nowhere, -1), end, allowed)
 
 
 def no_targets(sizes: EngineSizes, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Returns start and targets of a batch to score whose rows are all padding."""
+    """Returns `start` and `targets` for a batch of texts to score whose rows are all padding."""
     shape = batch.slots.shape
     return np.full(shape, NO_START, np.int32), np.zeros((*shape, sizes.decoder.spec.prefill_chunk), np.int32)
 

@@ -48,5 +48,5 @@ class DraftCall:
     draft: Draft
 
     def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Waits for the call; returns tokens `[R, W]` and parents `[R, W]` of the nodes, None for chains."""
+        """Waits for the call; returns the nodes' tokens `[R, W]` and parents `[R, W]`; for chains, parents is None."""
         return jax.device_get((self.draft.tokens, self.draft.parents))

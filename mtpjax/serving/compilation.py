@@ -17,8 +17,8 @@ class Compilation:
     """The compilation of an engine's programs.
 
     Args:
-        enter: called in the engine's thread with a request once its programs are ready, and with "" or an error
-            message.
+        enter: called in the engine's thread with a request and an error message: with "" once the request's programs
+            are ready, or with the message if they cannot be compiled.
 
     Attributes:
         held: requests that wait for a program, by id.
@@ -35,7 +35,7 @@ class Compilation:
 
     @property
     def num_left(self) -> int:
-        """Programs that the thread has not compiled yet."""
+        """Number of programs that the thread has not compiled yet."""
         return 0 if self._compiler is None else self._compiler.num_left
 
     def warm_up(self, progress: Callable[[int, int], None], programs: WarmUp) -> None:

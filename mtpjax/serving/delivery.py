@@ -1,4 +1,4 @@
-"""Takes the reports of an engine's calls, and delivers tokens, scores and ends to requests."""
+"""Reads the reports of an engine's calls, delivers tokens and scores to requests, and ends the requests."""
 
 import collections
 import logging
@@ -33,10 +33,10 @@ class Delivery:
     Attributes:
         sequences: the requests, by id.
         totals: the counts of `TOTALS`.
-        drafts: verification passes, and proposed and accepted drafts per level.
-        depth: adapts to these counts; None: the depth is fixed.
+        drafts: number of verification passes, and of proposed and accepted drafts per level.
+        depth: chooses the depth from these counts; None: the depth is fixed.
         rebalancer: receives the new tokens; None: experts do not move.
-        progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.
+        progress_at: time (`time.monotonic`) at which the device last answered, or work last arrived after a pause.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Delivery:
                     self.end(sequence, "timeout")
 
     def fail_all(self, message: str) -> None:
-        """Delivers an error to all requests, from any thread: the process is about to end."""
+        """Delivers an error to all requests before the process ends. May be called from any thread."""
         for sequence in list(self.sequences.values()):
             deliver, sequence.deliver = sequence.deliver, lambda event: None  # nothing may follow the end
             finish = Finish(

@@ -1,9 +1,9 @@
 """Adaptive depth of the engine: chooses the draft levels of the next call from measured costs and acceptance.
 
-The cost model is the one in `mtpjax.decoding.depth_policy`: a round's expected tokens over its duration. There, the
-loop decides on the device, before every round of one batch. Here, the host decides before every call: durations are
-measured for each batch size (`depth_costs`), and acceptance is counted over all requests. The choice depends only on
-earlier rounds, so exact rules stay exact.
+The cost model is the one in `mtpjax.decoding.depth_policy`: a round's expected tokens divided by its duration.
+There, the loop decides on the device, before every round of one batch. Here, the host decides before every call:
+durations are measured for each batch size (`depth_costs`), and acceptance is counted over all requests. The choice
+depends only on earlier rounds, so exact rules stay exact.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def best_depth(costs: tuple[float, ...], rates: np.ndarray) -> int:
 
 
 def probe_depth(costs: tuple[float, ...], best: int) -> int:
-    """Returns `best` + 1, or `best` if no deeper depth would win even if all drafts were accepted."""
+    """Returns `best` + 1, or `best` if no greater depth would win even if all drafts were accepted."""
     perfect = np.arange(1, len(costs) + 1) / np.array(costs)
     can_win = perfect[best + 1 :].max(initial=0.0) >= MIN_SPEEDUP * perfect[best]
     return best + int(can_win)
@@ -81,7 +81,7 @@ class AdaptiveDepth:
     def choose(self, num_rows: int) -> int:
         """Chooses the depth of the next call for `num_rows` rows in one shard: the best one according to the counts.
 
-        At regular intervals it is one level deeper, because rounds reveal nothing about acceptance beyond their depth.
+        At regular intervals it adds a level, because a round reveals nothing about deeper levels.
         """
         costs = self.costs[self.batch_sizes.index(bucket(num_rows, self.batch_sizes))]
         best = best_depth(costs, estimate_rates(self.verified, self.accepted))

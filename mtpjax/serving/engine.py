@@ -117,7 +117,7 @@ class Engine:
 
     @property
     def progress_at(self) -> float:
-        """Time (`time.monotonic`) at which the device last answered, or work came after a pause."""
+        """Time (`time.monotonic`) at which the device last answered, or work last arrived after a pause."""
         return self._delivery.progress_at
 
     def warm_up(
@@ -126,8 +126,8 @@ class Engine:
         """Compiles programs; call it before `start`.
 
         With "first" and "none", a thread compiles the remaining programs while requests run. A request that needs a
-        missing program waits for it. Several processes, moving experts and measured depths need all programs: "first"
-        then means "all", and "none" compiles a program in the call that first uses it.
+        missing program waits for it. With several processes, moving experts or measured depths, all programs are
+        needed: "first" then means "all", and "none" compiles a program in the call that first uses it.
 
         Args:
             progress: called with the number of compiled programs and the total.
@@ -153,7 +153,7 @@ class Engine:
         """Puts a request into the queue.
 
         Args:
-            request: what to continue.
+            request: the text to continue, and its options.
             deliver: gets every `Delta`, then one `Finish`. It is called from the engine's thread and must not block.
 
         Returns:
@@ -185,7 +185,7 @@ class Engine:
 
         Args:
             request_id: from `submit`.
-            reason: "stop" for a text that is complete, as with a stop string in the decoded text.
+            reason: "stop" if the text is complete, for example because the decoded text has a stop string.
         """
 
         def end() -> None:
@@ -220,7 +220,7 @@ class Engine:
         return text.result()
 
     def flush_cache(self) -> int:
-        """Drops the cached pages that no request uses; returns how many."""
+        """Drops the cached pages that no request uses, and returns their number."""
         return self._inbox.ask(lambda: sum(pool.forget() for pool in self._scheduler.pools))
 
     def status(self) -> EngineStatus:
@@ -260,7 +260,7 @@ class Engine:
         """Time (`time.monotonic`) at which the running tick began; None while the engine waits or compiles."""
         if self._executor.session.is_compiling:
             return None
-        # The time restarts after the tick has compiled.
+        # If the tick has compiled a program, count from the end of that compilation.
         began, compiled = self._tick_began, self._executor.session.compiled_at
         return began if began is None else max(began, compiled)
 
@@ -332,7 +332,7 @@ class Engine:
         for rows in split("admit", plan.admitted):
             self._executor.admit(rows)
         if plan.admitted:
-            # Before `saved` may overwrite these rows.
+            # Restore snapshots first: the copies for `plan.saved` below may overwrite their rows.
             self._executor.copy_snapshots(plan.restored, to_state=True)
             self._delivery.count_admitted(plan.admitted)
         prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
@@ -374,7 +374,7 @@ class Engine:
         return depth if self._compilation.has_depth(depth) else self._num_levels
 
     def _enter(self, sequence: Sequence, problem: str) -> None:
-        """Puts a request into the scheduler's queue, or ends it because of a problem."""
+        """Puts a request into the scheduler's queue, or ends it if there is a problem."""
         if problem:
             self._delivery.end(sequence, "error", f"request {sequence.id} failed: {problem}")
         else:

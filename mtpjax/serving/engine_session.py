@@ -117,7 +117,7 @@ class EngineSession(Session):
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, to_state: bool) -> None:
         """Copies one row per shard between `slots` and snapshot `rows`, both `[P]` int32.
 
-        With `to_state`, copies from the snapshots to the slots, else in the other direction. `NO_ROW` copies nothing.
+        With `to_state`, copies from the snapshots to the slots, else from the slots to them. `NO_ROW` copies nothing.
         """
         self.tell_others("copy_snapshots", slots, rows, to_state)
         own, config = recurrent_entries(self.state.trunk), self.decoder.model.config
@@ -229,7 +229,7 @@ class EngineSession(Session):
 
     @contextlib.contextmanager
     def first_use(self, key: ProgramKey) -> Iterator[None]:
-        """Marks the first call of a program, which may take minutes without being hung."""
+        """Marks the first call of a program: it may take minutes without being hung."""
         if key in self._used:
             yield
             return

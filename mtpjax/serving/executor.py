@@ -153,7 +153,7 @@ def _admitted_rows(grid: Grid, padding: Sequence) -> Any:
 
 
 def _text_rows(sequence: Sequence) -> NewRows:
-    """Returns the arrays of a request, with its text at admission."""
+    """Returns the arrays of a request, with the text that it has when it is admitted."""
     rows, size = sequence.rows, sequence.num_to_prefill
     tokens = np.zeros_like(rows.tokens)
     tokens[0, :size] = sequence.text[:size]
@@ -176,7 +176,7 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
     """Returns the duration of a round with `depth` draft levels on `size` rows per shard, in seconds."""
     sizes, decoder = executor.session.sizes, executor.session.decoder
     # 1. Make rows with a short text and, if the maximum length allows it, room for the timed rounds. Rows may share
-    #    pages: their results are not used.
+    #    pages, because their results are not used.
     num_tokens = min(sizes.max_length, decoder.max_length_of(sizes.shard_pages))
     prompt_length = max(min(PROMPT_LENGTH, decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
     num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)

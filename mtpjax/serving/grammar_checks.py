@@ -37,8 +37,8 @@ def checked_schema(source: str) -> str:
 def find_ref_loop(schema: Any) -> list[str]:
     """Finds references that lead back to themselves before they constrain the text.
 
-    A schema may contain itself, such as a list whose items are lists: each level writes some text. A reference to
-    itself writes none.
+    A schema may contain itself, such as a list whose items are lists: each level writes some text. A reference that
+    leads only to itself writes none.
 
     Returns:
         The references in a loop, with the first one repeated at the end; empty if there is no loop.
@@ -61,7 +61,7 @@ def find_ref_loop(schema: Any) -> list[str]:
 
 
 def _targets(root: Any) -> dict[str, Any]:
-    """Returns the references that a schema uses, with their targets, but none from unused definitions."""
+    """Returns the references that a schema uses, with their targets, but not those in unused definitions."""
     targets: dict[str, Any] = {}
     waiting = [root]
     while waiting:

@@ -1,4 +1,4 @@
-"""The tokens of a tokenizer as llguidance needs them: the bytes that each adds to a text, and the special ones.
+"""The tokens of a tokenizer as llguidance needs them: the bytes that each adds to a text, and which are special.
 
 llguidance can read a `tokenizer.json`, but then treats the text of an added token as that token, even inside a string
 of a schema: an end token would end the text there, and the decoder skips special tokens.
@@ -10,7 +10,7 @@ from typing import Any
 
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
-MAX_FORCED_BYTES = 256  # of a forced text, tokenized per step; its first token does not depend on more
+MAX_FORCED_BYTES = 256  # of a forced text that a step tokenizes; later bytes do not change its first token
 
 
 class Vocabulary:

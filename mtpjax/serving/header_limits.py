@@ -1,4 +1,4 @@
-"""Limits on the time and size of request headers, for which uvicorn has no limits."""
+"""Limits the time and size of request headers; uvicorn has no such limits."""
 
 import asyncio
 import re
@@ -28,7 +28,7 @@ class LimitedProtocol(AutoHTTPProtocol):
 
     header_seconds: float
 
-    # Attributes of both of uvicorn's protocols.
+    # Attributes that both of uvicorn's protocols have.
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     cycle: Any

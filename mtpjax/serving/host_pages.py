@@ -83,11 +83,11 @@ class Outgoing:
 
 
 def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
-    """Starts copying pages, each a hash and an id, to the host. The state must be on one device."""
+    """Starts copying pages, each given by its hash and id, to the host. The state must be on one device."""
     copies = []
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]
-        # A fixed number of pages per call compiles one program. The copies run while the engine continues.
+        # A fixed number of pages per call means that one program is enough. The copies run while the engine continues.
         arrays = _read(state, _padded([page for _, page in some]))
         for array in arrays:
             array.copy_to_host_async()
@@ -112,7 +112,7 @@ def page_shapes(state: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def page_bytes(shapes: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """Returns the bytes of entries with these shapes."""
+    """Returns the size in bytes of entries with these shapes."""
     return sum(math.prod(each.shape) * each.dtype.itemsize for each in shapes)
 
 

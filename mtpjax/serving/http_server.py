@@ -85,7 +85,7 @@ def run_app(
         lifespan="on" if has_lifespan else "off",
         timeout_graceful_shutdown=5,  # after the drain, for clients that do not read the rest
         # A client that sends a request just as the server closes an idle connection gets an error. httpx keeps idle
-        # connections for 5 s, which is also uvicorn's default: keep them longer.
+        # connections for 5 s, which is also uvicorn's default, so this server keeps them longer.
         timeout_keep_alive=header_seconds,  # type: ignore[arg-type]
     )
     with _expected_sigterm():

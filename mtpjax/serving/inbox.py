@@ -17,7 +17,7 @@ class Inbox:
     Attributes:
         changed: guards all attributes; notified when one changes.
         actions: the functions.
-        is_closing: the thread will end.
+        is_closing: true once the thread is about to end.
     """
 
     def __init__(self, thread: threading.Thread):

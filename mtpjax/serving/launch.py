@@ -60,13 +60,13 @@ class ServerSettings:
 
 
 def page_bytes(decoder: Decoder, dtype: Any) -> int:
-    """Computes the bytes of one page in all caches, over all devices; the decoder's pool must have one page."""
+    """Computes how many bytes a page takes in all caches, over all devices; the decoder's pool must have one page."""
     state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
     return host_pages.page_bytes(host_pages.page_shapes((state.trunk, state.drafter)))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Computes the bytes of one row's recurrent states, over all devices; 0 for models without such states."""
+    """Computes how many bytes a row's recurrent states take, over all devices; 0 for models without such states."""
     cache = jax.eval_shape(lambda: empty_cache(config, config.trunk_kinds, 1, 1, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recurrent_entries(cache)))
 
@@ -79,7 +79,7 @@ def choose_num_pages(
     Args:
         params: the parameters of `model`, on their devices.
         decode: settings that all requests share.
-        settings: the engine's settings, of which slots, length and snapshots count.
+        settings: the engine's settings, of which only slots, length and snapshots matter.
         memory_fraction: fraction of the accelerator's memory that weights and pages may take.
 
     Raises:
@@ -179,7 +179,7 @@ def serve(
 
     Args:
         app: from `make_app`.
-        engine: its engine, which runs.
+        engine: its engine, which has been started.
         server: settings of the process.
         listener: the open port.
         loading: closed as soon as the application takes over the port from `open_port`.

@@ -65,7 +65,7 @@ class Matcher:
             parents: parents of the W nodes, which come before their children; None: a chain.
 
         Raises:
-            GrammarError: the grammar exceeds a limit. The matcher is unusable then.
+            GrammarError: the grammar exceeds a limit. The matcher is unusable afterwards.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -100,7 +100,7 @@ class Grammar:
         GrammarError: no text matches.
 
     Attributes:
-        first_mask: `[ceil(V/32)]` int32 tokens that may start a text, as in `Matcher.fill_masks`.
+        first_mask: `[ceil(V/32)]` int32 mask of the tokens that may start a text, as in `Matcher.fill_masks`.
     """
 
     def __init__(self, matcher: Any, vocab_size: int):

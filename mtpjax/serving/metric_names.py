@@ -40,8 +40,8 @@ GAUGES = (
     Names("num_tokens", "max_total_num_tokens", "max_total_num_tokens", "", "Positions in all KV cache pages."),
     Names("accept_length", "spec_accept_length", "spec_accept_length", "", "Mean tokens per verification pass."),
     Names("accept_rate", "spec_accept_rate", "spec_accept_rate", "", "Accepted drafts per proposed draft."),
-    Names("num_programs_left", "programs_left", "", "", "Programs that still compile while requests run."),
-    Names("imbalance_before", "expert_imbalance_before", "", "", "As expert_imbalance, before the last placement."),
+    Names("num_programs_left", "programs_left", "", "", "Programs not compiled yet; they compile while requests run."),
+    Names("imbalance_before", "expert_imbalance_before", "", "", "expert_imbalance before the last placement."),
     Names("imbalance_after", "expert_imbalance", "", "", "Expert load of the busiest device over the mean."),
 )
 COUNTERS = (

@@ -63,7 +63,7 @@ class Metrics:
         Args:
             status: returns the engine's status; called here and once per scrape.
             model_name: value of the label `model_name`.
-            aliases: engines whose names are exported too: "sglang", "vllm".
+            aliases: engines whose metric names are exported too: "sglang", "vllm".
 
         Raises:
             ValueError: an alias is unknown.
@@ -82,7 +82,7 @@ class Metrics:
             metric_names.PROMPT_TOKENS: _Histogram(metric_names.TOKENS),
             metric_names.NEW_TOKENS: _Histogram(metric_names.TOKENS),
         }
-        # Time, tokens delivered until then, and throughput before it.
+        # The time of the last scrape, the tokens delivered until then, and the throughput reported there.
         self._last_scrape = (time.monotonic(), status().num_new_tokens, 0.0)
 
     def observe(self, finish: Finish, times: RequestTimes) -> None:
@@ -107,7 +107,7 @@ class Metrics:
         """Returns the body and the content type of `GET /metrics`."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-        # Only these metrics: the library's default registry would add metrics about the Python process.
+        # Export only these metrics: the library's default registry would add metrics about the Python process.
         return generate_latest(self), CONTENT_TYPE_LATEST
 
     def collect(self) -> "Iterator[Metric]":

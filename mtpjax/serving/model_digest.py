@@ -23,7 +23,7 @@ def model_digest(
     *,
     draft_params: Any = None,
 ) -> bytes:
-    """Hashes everything except the text that a page's entries depend on.
+    """Hashes everything that a page's entries depend on, except the text.
 
     Args:
         params: the model's parameters. Only a few numbers from each are hashed.

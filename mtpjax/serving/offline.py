@@ -1,7 +1,7 @@
 """Generates texts for a list of prompts in batches, like vLLM's offline inference. Needs no extra.
 
-With stop strings, a batch decodes a few rounds per call, so that it can end as soon as every text has met one: they are
-matched on text, which only the host has.
+With stop strings, a batch decodes a few rounds per call, so that it can end as soon as every text has one: they are
+searched for in decoded text, which only the host has.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from mtpjax.inference.requests import repeat_first_row
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.api.text_stream import Span, TextStream
 
-ROUNDS_PER_CHECK = 16  # between two searches for stop strings, each of which copies the tokens to the host
+ROUNDS_PER_CHECK = 16  # rounds between two searches for stop strings; each search copies the tokens to the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def complete(
     call = make_call(
         params, arrays, model=model, config=config, sampling=sampling, batch=num_rows, draft_params=draft_params
     )
-    # 2. Decode the batches. Copies of its first prompt fill the last one.
+    # 2. Decode the batches. Copies of its first prompt fill up the last batch.
     for begin in range(0, len(prompts), batch_size):
         batch = prompts[begin : begin + batch_size]
         of_batch = dataclasses.replace(sampling, seed=seeds[begin : begin + batch_size])
@@ -111,7 +111,7 @@ def complete(
 
 
 def _decode(call: BatchCall, rows: NewRows, streams: list[TextStream]) -> CompletedBatch:
-    """Decodes one batch until every row has ended or met a stop string."""
+    """Decodes one batch until every row has ended or produced a stop string."""
     rounds = np.int32(ROUNDS_PER_CHECK) if any(stream.has_stops for stream in streams) else None
     state, is_started = call.start(rows), False
     spans: list[list[Span]] = [[] for _ in streams]

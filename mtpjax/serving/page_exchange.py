@@ -15,7 +15,7 @@ class PageExchange:
 
     Attributes:
         shapes: shapes and dtypes of a page's entries.
-        num_received: pages that `put` has taken.
+        num_received: number of pages that `put` has added.
     """
 
     def __init__(self, session: EngineSession, scheduler: Scheduler, inbox: Inbox):
@@ -31,7 +31,7 @@ class PageExchange:
         return shares and not session.sizes.shard_snapshots and session.settings.host_bytes > 0
 
     def digest(self) -> bytes:
-        """Computes a hash of everything except the text that a page's entries depend on; see `model_digest`."""
+        """Computes a hash of everything that a page's entries depend on, except the text; see `model_digest`."""
         session = self._session
         return model_digest(
             session.params,

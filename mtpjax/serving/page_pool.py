@@ -54,7 +54,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated: free ones, and known ones that no request uses."""
+        """Number of pages that can be allocated: free ones, and known ones that no request uses."""
         return len(self._free) + len(self._unused)
 
     @property
@@ -71,7 +71,7 @@ class PagePool:
                 same salt share pages.
 
         Returns:
-            The lease; None if the pool has too few pages, and then nothing changes.
+            The lease. If the pool has too few pages, returns None and changes nothing.
         """
         # The last prompt token is always processed, because its output gives the first new token.
         size = self.page_size
@@ -97,7 +97,7 @@ class PagePool:
         return lease
 
     def find(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[tuple[bytes, int | None]]:
-        """Finds the known full pages of a text's prefix: the hash and page of each (None: on the host)."""
+        """Returns hash and page of each known full page of a text's prefix; the page is None if it is on the host."""
         found = []
         for digest in page_digests(tokens, self.page_size, salt=salt):
             page = self._page_of.get(digest)
@@ -158,7 +158,7 @@ class PagePool:
 
     def release(self, lease: Lease, *, forget: bool = False) -> list[int]:
         """Gives back a request's pages; returns the freed ones. With `forget`, unshared pages become unknown."""
-        # Later pages of a text are forgotten first: without those before them they cannot be found.
+        # Later pages of a text are forgotten first, because they cannot be found without the earlier ones.
         free = []
         if self.snapshots is not None:
             for row in lease.reserved.values():

@@ -95,7 +95,7 @@ class Programs:
             raise ValueError("a grammar cannot be combined with min_new_tokens, allowed_tokens or banned_tokens")
 
     def choose(self, kind: str, sequences: Rows[Sequence], depth: int = 0) -> ProgramKey:
-        """Chooses the program for a call on these rows; see `ProgramSet.choose`. "prefill" may be "masked prefill"."""
+        """Chooses the program for a call on these rows. Rows with a grammar turn "prefill" into "masked prefill"."""
         sizes, width = self.session.sizes, 0
         is_masked = kind == "masked round" or any(sequence.request.grammar is not None for sequence in sequences)
         if kind == "prefill" and is_masked:
@@ -142,7 +142,7 @@ class Programs:
         """Returns all programs that requests may need, in the order in which they are compiled."""
         sizes = self.session.sizes
         widest = sizes.table_widths[-1]
-        # One row and many rows gain the most, and rows without drafts or with a grammar are rare.
+        # First the sizes that gain the most (one row, many rows), last the rare rows without drafts or with a grammar.
         rows = [sizes.batch_sizes[0], *reversed(sizes.batch_sizes[1:])]
         kinds = (True, False) if self.session.has_plain else (False,)
         keys = [*self.first(), *(ProgramKey("admit", size) for size in sizes.batch_sizes)]

@@ -1,9 +1,9 @@
 """Moves a running model's experts according to how often its texts choose them (SGLang's `--enable-eplb`).
 
 Rounds and prefill do not change: the engine keeps the newest tokens of its texts, and from time to time an additional
-call runs the trunk over a block of them and counts the experts that they choose. Every `every` ticks, each layer whose
-busiest device would get clearly less work with a new placement gets it, one layer per tick. A copy has its expert's
-weights, so texts do not change.
+call runs the trunk over a block of them and counts the experts that they choose. Every `every` ticks, it computes a new
+placement for each layer. The layers whose busiest device would get clearly less work are then moved, one per tick. All
+copies of an expert have the same weights, so texts do not change.
 """
 
 import collections
@@ -34,7 +34,7 @@ class ExpertRebalancer:
         every: ticks between two placements.
 
     Attributes:
-        num_rebalancings: times that the experts of at least one layer moved.
+        num_rebalancings: how many times the experts of at least one layer moved.
         imbalance: load of the busiest device over the mean, averaged over the layers, according to the newest counts:
             before and after the newest placement; nan before the first placement.
     """
@@ -45,7 +45,7 @@ class ExpertRebalancer:
         self._texts: collections.deque[list[int]] = collections.deque(maxlen=math.prod(self._shape[:2]))
         self._counts: list[Any] = []  # [L, E] each, on the device
         self._placements = session.expert_placements()
-        self._waiting: collections.deque[tuple[str, np.ndarray]] = collections.deque()  # layers to place, their counts
+        self._waiting: collections.deque[tuple[str, np.ndarray]] = collections.deque()  # layers to place, and counts
         self._changes: list[tuple[float, float]] = []  # imbalance of each layer that was placed, before and after
         self._num_ticks = self.num_rebalancings = 0
         self.imbalance = math.nan, math.nan
@@ -61,14 +61,14 @@ class ExpertRebalancer:
     def tick(self) -> None:
         """Dispatches the calls of a tick: none, a count, or the move of one layer."""
         self._num_ticks += 1
-        # 1. The next layer, until all have a placement by the newest counts.
+        # 1. Place the next layer, until all layers are placed according to the newest counts.
         if self._waiting:
             self._place_layer(*self._waiting.popleft())
         elif self._num_ticks % self._every == 0 and self._counts:
             # Reading waits only if `every` is small: these calls were dispatched many ticks ago.
             counts, self._counts = self._counts, []
             self._waiting.extend(zip(self._placements, np.sum(jax.device_get(counts), axis=0), strict=True))
-        # 2. Another block of tokens for the next placement.
+        # 2. Count another block of tokens for the next placement.
         if self._num_ticks % max(self._every // BLOCKS_PER_PLACEMENT, 1) == 0 and self._texts:
             self._count()
 

@@ -25,8 +25,8 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: maximum number of new tokens, at least 1.
         sampling: one value per option. A temperature above 0 needs a seed.
-        stop_token_ids: the text ends after any of these tokens, which is part of the new tokens.
-        stop_sequences: the text ends after any of these sequences of new tokens, which is part of the new tokens.
+        stop_token_ids: the text ends after any of these tokens; that token is part of the new tokens.
+        stop_sequences: the text ends after any of these sequences of new tokens; that sequence is part of them.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         speculative: False decodes without drafts.
         grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or the request's own
@@ -185,7 +185,7 @@ class Sequence:
         snapshot_stops: prompt positions where a chunk ends, so that the recurrent state there can be kept.
         num_to_prefill: positions to process before it decodes.
         max_length: maximum number of tokens in its text after the dispatched calls.
-        min_length: minimum number of tokens in its text then, unless it ends.
+        min_length: minimum number of tokens in its text after these calls, unless it ends.
         num_unread: calls whose report has not been read yet.
         is_resumed: it decoded before, so prefill ends with a token that has already been delivered.
         has_ended: its end has been delivered.
@@ -193,7 +193,7 @@ class Sequence:
         num_kept: tokens of its text that `ExpertRebalancer` has kept.
         counts: verification passes since it was last admitted, then per draft level proposed and accepted drafts; empty
             before its first report.
-        totals: the same since it arrived.
+        totals: the same counts since it arrived.
     """
 
     id: int

@@ -49,7 +49,7 @@ class Router:
     """The ASGI application. It handles `/health`; everything else goes to a decode server.
 
     Raises:
-        ValueError: an address is not an HTTP server's, or no address is given.
+        ValueError: an address is not that of an HTTP server, or no address is given.
     """
 
     def __init__(self, urls: Sequence[str], *, check_seconds: float = 1.0):

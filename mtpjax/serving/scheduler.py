@@ -84,7 +84,7 @@ def scheduler_settings(session: EngineSession, depth_of: Callable[[int], int]) -
 
 
 class Scheduler:
-    """Keeps the queue, the slots and the pages, with one pool per shard."""
+    """Manages the queue, the slots and the pages, with one pool per shard."""
 
     def __init__(self, settings: SchedulerSettings, pools: list[PagePool]):
         self.settings = settings
@@ -159,7 +159,7 @@ class Scheduler:
         return plan
 
     def end(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Removes a waiting or running request; returns its freed pages. `forget` is as for `PagePool.release`."""
+        """Removes a waiting or running request; returns its freed pages. `forget` is as in `PagePool.release`."""
         sequence.has_ended = True
         pages = []
         if sequence.slot is not None:
@@ -200,7 +200,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a request a slot and pages. Returns False if there are not enough."""
-        # The shard with the most free slots.
+        # Choose the shard with the most free slots.
         shard = max(range(len(self.pools)), key=lambda shard: len(self._free_slots[shard]))
         if not self._free_slots[shard]:
             return False
@@ -230,7 +230,7 @@ class Scheduler:
         assert lease is not None
         if pool.snapshots is None or sequence.scored is not None:
             return []
-        # The boundaries that later requests are likely to continue from: where this prompt diverges from an earlier
+        # Keep the boundaries that later requests may well continue from: where this prompt diverges from an earlier
         # text (Marconi, 2411.19379), and the last one of the prompt. Each costs an additional call for the rest of a
         # chunk, which pays off only if a request that continues there saves a whole chunk.
         stops, size = [], pool.page_size
@@ -255,7 +255,7 @@ class Scheduler:
         sequence.position = end
 
     def _vacate(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Frees slot and pages. Calls dispatched earlier still write there, and end before later calls."""
+        """Frees a row's slot and pages. Earlier calls may still write there, but they end before later calls start."""
         assert sequence.slot is not None and sequence.lease is not None
         pages = self.pools[sequence.shard].release(sequence.lease, forget=forget)
         self._free_slots[sequence.shard].append(sequence.slot)

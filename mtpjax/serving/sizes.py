@@ -24,8 +24,8 @@ class EngineSettings:
         page_size: positions per page.
         num_pages: pages in the pool; None: enough for a text of `max_length` in every slot.
         prefill_tokens: maximum prompt tokens per call; None: four chunks.
-        rounds_per_call: decoding rounds per call; 1 while a request waits or a prompt is processed. More rounds hide
-            more of the host's work.
+        rounds_per_call: decoding rounds per call; only 1 while a request waits or a prompt is processed. More rounds
+            hide more of the host's work.
         disable_drafts_at: number of decoding rows at which drafting stops; None: never.
         adapts_depth: each call uses the number of draft levels, up to `num_steps`, that is expected to give the most
             tokens per second.
@@ -40,8 +40,8 @@ class EngineSettings:
         num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests to such models share no
             prefixes. None: four per slot. No effect on other models.
         host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. One device only.
-        rebalance_experts_every: ticks between new placements of the experts, which follow how often texts choose each
-            expert, on a mesh that shards them; None disables it. The parameters must have placements
+        rebalance_experts_every: ticks between two placements of the experts on a mesh that shards them. A placement
+            follows how often texts choose each expert. None disables this. The parameters must have placements
             (`place_all_layers`), and the engine takes ownership of them: it deletes the arrays of experts that it has
             moved.
     """
@@ -129,7 +129,7 @@ def resolve_sizes(
     # 1. The rows of a call.
     num_shards = data_size(mesh)
     if settings.num_slots % num_shards:
-        raise ValueError(f"num_slots must be a multiple of {num_shards} (mesh data), got {settings.num_slots}")
+        raise ValueError(f"num_slots must be a multiple of {num_shards} (data axis), got {settings.num_slots}")
     shard_slots = settings.num_slots // num_shards
     batch_sizes = settings.batch_sizes or powers_of(4, shard_slots)
     if batch_sizes[-1] < shard_slots or list(batch_sizes) != sorted(set(batch_sizes)):
@@ -143,12 +143,12 @@ def resolve_sizes(
     require(max_length >= 2, f"max_length must be at least 2, got {max_length}")
     max_pages = decoder.num_pages_of(max_length)
     num_pages = settings.num_pages or max_pages * settings.num_slots
-    require(num_pages % num_shards == 0, f"num_pages must be a multiple of {num_shards} (mesh data), got {num_pages}")
+    require(num_pages % num_shards == 0, f"num_pages must be a multiple of {num_shards} (data axis), got {num_pages}")
     num_snapshots = 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots
     if not settings.shares_prefixes or not has_recurrent_layers(model.config):
         num_snapshots = 0
     if num_snapshots < 0 or num_snapshots % num_shards:
-        raise ValueError(f"num_snapshots must be 0 or a multiple of {num_shards} (mesh data), got {num_snapshots}")
+        raise ValueError(f"num_snapshots must be 0 or a multiple of {num_shards} (data axis), got {num_snapshots}")
     # 3. The depths.
     num_steps = decoder.spec.num_steps
     depths = (num_steps, 0) if num_steps else (0,)

@@ -32,7 +32,7 @@ class SnapshotRows:
     The state after a text depends only on the text, so a known row is valid until it is dropped.
 
     Args:
-        num_rows: rows; ids are 0 .. num_rows - 1.
+        num_rows: number of rows; ids are 0 .. num_rows - 1.
     """
 
     def __init__(self, num_rows: int):

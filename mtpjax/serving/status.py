@@ -32,7 +32,7 @@ class EngineStatus:
         num_programs_left: programs that a thread still compiles while requests run.
         num_compile_waits: requests that have waited for one of them.
         num_rebalancings: times that experts moved.
-        expert_imbalance: as `ExpertRebalancer.imbalance`; also nan if the experts never move.
+        expert_imbalance: as in `ExpertRebalancer.imbalance`; also nan if the server never moves experts.
     """
 
     num_running: int = 0

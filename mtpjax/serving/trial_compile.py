@@ -32,8 +32,8 @@ class TrialCompile:
             seconds: CPU time that it may take.
 
         Raises:
-            WorkerEnded: it exceeds a limit. The code is -SIGPROF for the CPU time limit, and None for the wall-clock
-                limit.
+            WorkerEnded: the compilation exceeds a limit. The code is -SIGPROF for the CPU time limit, and None for the
+                wall-clock limit.
         """
         from mtpjax.worker_process import WorkerProcess
 

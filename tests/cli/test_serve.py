@@ -265,7 +265,7 @@ def test_counts_of_experts_are_read_from_a_file(tmp_path):
     assert read_expert_counts("trivial") is None
     for wrong in ([], {}, {"logical_count": [1]}, {"logical_count": [["a"]]}, {"logical_count": [[-1]]}):
         path.write_text(json.dumps(wrong))
-        with pytest.raises(UsageError, match="must be a list of numbers for each layer"):
+        with pytest.raises(UsageError, match="must have a list of numbers for each layer"):
             read_expert_counts(str(path))
 
 

@@ -1,4 +1,4 @@
-"""Routes about the server and its tokenizer: settings, the cache, aborts, tokenizing."""
+"""Routes for the server and its tokenizer: settings, cache, aborts, tokenization."""
 
 import math
 from typing import Any

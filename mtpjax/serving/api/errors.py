@@ -114,12 +114,12 @@ class Field:
     is_above: bool = False
 
     def read(self, body: Body, name: str, prefix: str = "") -> Any:
-        """Returns the checked value of a body's field; messages put `prefix` before the name. Raises ApiError."""
+        """Returns the checked value of a body's field; in messages, `prefix` precedes its name. Raises ApiError."""
         value = body.get(name)
         return self.default if value is None else self.check(value, prefix + name)
 
     def check(self, value: Any, param: str) -> Any:
-        """Returns the value, converted to this kind. Raises ApiError with `param`."""
+        """Returns the value, converted to this kind. Raises an ApiError that names `param`."""
         if self.kind == "string":
             return check_text(value, param, int(self.maximum))
         if self.kind == "boolean":
@@ -212,7 +212,7 @@ def check_token(value: Any, param: str, vocab_size: int) -> int:
 
 
 def short(value: Any) -> str:
-    """Describes a value in a message: a number, else only its type, because requests are confidential."""
+    """Describes a value for a message. Shows numbers, but only the type of other values: requests are confidential."""
     if isinstance(value, int | float):
         # Formatting a number with thousands of digits would be slow.
         return str(value) if abs(value) < 10**18 else "a number beyond 10^18"

@@ -84,8 +84,8 @@ class Generation:
         max_bytes: maximum size of undelivered tokens; a stream's client may read too slowly.
 
     Raises:
-        ApiError: the engine rejects a request, or the server is stopping. No request runs then.
-        QueueFull: the queue is full. No request runs then.
+        ApiError: the engine rejects a request, or the server is stopping. In that case, no request runs.
+        QueueFull: the queue is full. In that case, no request runs.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 
 @dataclasses.dataclass(frozen=True)
 class GrammarField:
-    """A grammar that is not compiled yet, and the field that it came from, for messages."""
+    """A grammar that is not compiled yet, and the name of its field, for messages."""
 
     kind: GrammarKind
     source: str

@@ -61,7 +61,7 @@ class RequestGuard:
             await error_response(log_fault(error))(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
-        """Returns the error of a request that is rejected. Adds the client's key and rights to the scope."""
+        """Returns the error if a request is rejected, else None. Adds the client's key and rights to the scope."""
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             message = "a request must not have both Content-Length and Transfer-Encoding"
             return ApiError(message, code="ambiguous_length", headers={"Connection": "close"})

@@ -18,7 +18,7 @@ from mtpjax.serving.api.usage import speculation, usage
 
 
 class OpenAIReply(Reply):
-    """Responses to completions and chats. A completion repeats `texts`, the texts of its prompts, if there are any."""
+    """Responses to completions and chats. A completion repeats the texts of its prompts if `texts` holds them."""
 
     def __init__(
         self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_chat: bool, texts: tuple[str, ...]

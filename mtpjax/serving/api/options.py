@@ -195,7 +195,7 @@ def _shared_options(
     temperature, top_k = values["temperature"], values["top_k"]
     sampling = SamplingParams(
         temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
-        # The size of the vocabulary means all tokens.
+        # A `top_k` of at least the vocabulary size allows all tokens, as 0 does.
         top_k=top_k if 0 < top_k < limits.vocab_size else 0,
         **{name: values[name] for name in tables.SAME_NAMES},
         min_new_tokens=values[min_tokens],

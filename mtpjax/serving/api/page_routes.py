@@ -50,12 +50,12 @@ class TokenRate:
 
 
 def page_router(server: ApiServer) -> APIRouter:
-    """The page and its files need no key; its data does."""
+    """Makes the routes of the page. The page and its files need no key; its data does."""
     router, rate = APIRouter(), TokenRate()
 
     @router.get("/status.json")
     async def status() -> dict[str, Any]:
-        """Returns the load and the counts since the start, with the names of `EngineStatus`, and tokens per second."""
+        """Returns the load and the counts since the start, named as in `EngineStatus`, and tokens per second."""
         status = server.engine.status()
         length = status.accept_length
         return {

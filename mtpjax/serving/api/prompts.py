@@ -122,7 +122,7 @@ def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
     require(isinstance(value, list), f"{param} mixes token ids and other values", param=param)
     if len(value) >= limits.max_length:
         given = count_of(len(value), "token")
-        message = f"{param} has {given}; a text may have at most {limits.max_length}, including a new one"
+        message = f"{param} has {given}; a text may have at most {limits.max_length}, including a new token"
         raise ApiError(message, param=param, code="context_length_exceeded")
     return check_tokens(value, param, limits.vocab_size)
 

@@ -37,7 +37,7 @@ class ReadLimits:
     """Limits of one body.
 
     Attributes:
-        answer_seconds: time until an answer must arrive; a process that uses CPU time ends earlier.
+        answer_seconds: time until an answer must arrive; a process that is busy reaches `cpu_seconds` earlier.
         cpu_seconds: CPU time.
         memory: address space of a process, in bytes.
     """

@@ -31,9 +31,9 @@ from mtpjax.version import __version__
 DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
 QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; slower grammars wait for each other, and do not delay quick ones
-GRAMMAR_WAIT_SECONDS = 60.0  # until a grammar's turn
+GRAMMAR_WAIT_SECONDS = 60.0  # maximum wait for a grammar's turn
 GRAMMAR_SECONDS = 90.0  # from its turn on, regardless of llguidance's limits
-SLOW_GRAMMARS = 2  # that compile at the same time
+SLOW_GRAMMARS = 2  # maximum number that compile at the same time
 
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class ApiServer:
             while self.client.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
         finally:
-            # Nor must threads, because Python waits for them at exit: end the processes whose answers they wait for.
+            # Neither must threads, for which Python waits at exit: end the processes whose answers they wait for.
             self._is_closed = True
             for threads in (self._grammar_threads, self._score_threads):
                 threads.shutdown(wait=False, cancel_futures=True)

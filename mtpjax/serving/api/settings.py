@@ -12,8 +12,8 @@ class ApiSettings:
         model_name: the name that clients see.
         model_aliases: further names that requests may use.
         api_keys: requests need one of them as bearer token; empty: no key is needed.
-        admin_api_keys: `/flush_cache`, and `/abort_request` for all, need one of them; they are valid for every other
-            route too. Empty: ordinary keys are enough.
+        admin_api_keys: `/flush_cache`, and `/abort_request` with `abort_all`, need one of them; they are valid for
+            every other route too. Empty: ordinary keys are enough.
         open_paths: paths that need no key. The page itself is open, but its data needs a key.
         max_body_bytes: larger bodies get 413.
         max_prompt_characters: maximum length of a prompt; None: 64 per token of the longest text.

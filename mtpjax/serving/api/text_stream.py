@@ -101,7 +101,7 @@ class TextStream:
         return self._release(pending) if any(stop in text for stop in self._stop) else []
 
     def _release(self, text: str) -> list[Span]:
-        """Returns the text that is safe to show after `text` of the last token."""
+        """Adds `text`, which the last token completed, and returns all text that is now safe to show."""
         if not text:
             return []
         # Without stop strings, nothing is ever held back.

@@ -73,7 +73,7 @@ class Turns:
             raise
 
     def release(self, client: Hashable) -> None:
-        """Returns a client's slot."""
+        """Gives a client's slot back."""
         self._queue.finish(client)
         self._num_free += 1
         self._start_next()
@@ -89,7 +89,7 @@ class Turns:
 
 
 def subtract(counts: collections.Counter[Hashable], client: Hashable, number: int) -> None:
-    """Lowers a client's count, and keeps no zeros."""
+    """Lowers a client's count, and removes it at zero."""
     counts[client] -= number
     if not counts[client]:
         del counts[client]

@@ -40,7 +40,7 @@ class Backend:
 
     Attributes:
         path: path of its URL.
-        write: makes the body from request, model name, whether to stream and whether to ignore end tokens.
+        write: makes the body. Takes the request, the model name, and whether to stream and to ignore end tokens.
         read: reads an event, or the whole answer if it was not streamed.
         text_is_cumulative: events repeat the text of the events before them.
         accepts_tokens: a prompt may be token ids.

@@ -11,7 +11,7 @@ DEFAULT_NEW_TOKENS = 256
 
 
 async def word_requests(client: Client, count: int, lengths: RandomLengths, *, seed: int) -> list[BenchRequest]:
-    """Makes requests of random tokens of common words. Ids of the whole vocabulary would include rare and special ones.
+    """Makes requests from random tokens of common words, because other ids include rare and special tokens.
 
     Raises:
         UsageError: the server does not tokenize.

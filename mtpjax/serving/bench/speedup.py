@@ -1,4 +1,4 @@
-"""The same requests with and without drafts, at several concurrencies: how much MTP helps a server under load."""
+"""Measures how much MTP helps under load: the same requests with and without drafts, at several concurrencies."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -54,7 +54,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def rows_verdict(rows: Sequence[Speedup]) -> str:
-    """Returns the line above the table: which speed-ups can be trusted."""
+    """Returns the line above the table, which says which speed-ups can be trusted."""
     return verdict([row.problem for row in rows], max(row.waited for row in rows))
 
 
@@ -78,7 +78,7 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         result.append(
             f"the client was overloaded at {', '.join(busy)} requests at once: the measured latencies are too long"
         )
-    # A server that does not know the field drafts for all requests.
+    # A server that does not know the field `speculative` uses drafts for all requests.
     if any((row.accept_length_without or 1) > 1.001 for row in rows):
         result.append("the server drafts despite `speculative: false`: the comparison is not valid")
     return result

@@ -1,4 +1,4 @@
-"""The numbers of one run of a benchmark, with SGLang's names, and their table."""
+"""The numbers of one run of a benchmark, under SGLang's names, and their table."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ LATENCIES = {
 
 
 def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = None) -> dict[str, Any]:
-    """Computes the numbers of a run, by SGLang's names; None: undefined.
+    """Computes the numbers of a run, under SGLang's names; None: undefined.
 
     Args:
         outcomes: the requests that ended, including failed ones.
@@ -73,7 +73,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Returns the arrays of `--output-details`, by SGLang's names: an entry per request, in order of completion."""
+    """Returns the arrays of `--output-details`, under SGLang's names: an entry per request, in order of completion."""
     return {
         "input_lens": [_num_prompt_tokens(outcome) for outcome in outcomes],
         "output_lens": [outcome.num_new_tokens for outcome in outcomes],

@@ -51,7 +51,7 @@ def random_requests(token_ids: Sequence[int], count: int, lengths: RandomLengths
 
 
 def read_dataset(path, count: int, *, categories: Sequence[str] = (), seed: int) -> list[tuple[Prompt, str | None]]:
-    """Chooses prompts from a file, evenly over its categories, each with its reply in the file, or None.
+    """Chooses prompts from a file, evenly over its categories, each with its reply in the file (None if it has none).
 
     Args:
         path: conversations as ShareGPT has them, in JSON or JSONL; or prompts, see `mtpjax.data.prompts`.

@@ -43,7 +43,7 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
     Args:
         app: from `make_app`.
         engine: its engine, with pages in host memory.
-        settings: which server this is.
+        settings: settings of a prefill server or of a decode server.
         metrics: receives the decode server's counters, if given.
 
     Raises:
@@ -51,8 +51,8 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
     """
     if not engine.pages.is_supported:
         raise ValueError(
-            "disaggregation needs a prefix cache with pages in host memory: one device, and a model without linear "
-            "attention"
+            "disaggregation needs a prefix cache with pages in host memory, which requires a single device and a model "
+            "without linear attention"
         )
     # Messages are signed with the secret, and pages are valid only between servers of the same model.
     signer, model = Signer(settings.secret), engine.pages.digest()

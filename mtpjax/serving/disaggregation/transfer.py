@@ -51,7 +51,7 @@ class JaxTransfer:
     """Sends bytes with `jax.experimental.transfer` between host memories, for any accelerator.
 
     Its connections are neither encrypted nor authenticated. A random number identifies each offer, and the signed
-    response has the bytes' checksum.
+    response contains the bytes' checksum.
 
     Args:
         host: name or address that the other side connects to, if this side sends; not a wildcard address such as
@@ -75,7 +75,7 @@ class JaxTransfer:
         except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"jax.experimental.transfer does not start ({str(error).splitlines()[0]}): set JAX_PLATFORMS so that "
-                "it has cpu, choose another --disaggregation-bootstrap-port, or use "
+                "it includes cpu, choose another --disaggregation-bootstrap-port, or use "
                 "--disaggregation-transfer-backend http"
             ) from error
         self._port = int(self._server.address().rpartition(":")[2])

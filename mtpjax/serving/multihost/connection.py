@@ -126,8 +126,8 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
     On exit, process 0 stops the others, and sends the reason if the block raises.
 
     Args:
-        address: "host:port" of process 0 for JAX, whose host the other processes connect to; None: an address of the
-            machine.
+        address: "host:port" at which JAX reaches process 0; the other processes connect to the same host. None: an
+            address of the machine.
 
     Yields:
         `Followers` in process 0, `Leader` in the others.

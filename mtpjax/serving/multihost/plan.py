@@ -37,7 +37,7 @@ def encode(name: str, *arguments: Any, key: ProgramKey | None = None) -> bytes:
 
 
 def decode(body: bytes) -> tuple[str, tuple[Any, ...], list[Any]]:
-    """Decodes a call into name, arguments and key. Raises ValueError if damaged or of a different version."""
+    """Decodes a call into name, arguments and key. Raises ValueError if it is damaged or has another version."""
     message = protocol.unpack(body, FIELDS)
     return message["name"], tuple(_from_plain(each) for each in message["arguments"]), message["key"]
 

@@ -1,4 +1,4 @@
-// The page of an mtpjax server: its live state, read once a second, and a chat. Text of the model is only ever set as
+// The page of an mtpjax server: its live state, read once a second, and a chat. The model's text is only ever set as
 // text (textContent), never parsed as HTML.
 "use strict";
 
@@ -27,7 +27,7 @@ class RequestError extends Error {
 // Addresses are relative, so that the page also works behind a path prefix.
 async function request(path, { body, signal } = {}) {
   const headers = {};
-  // A header holds bytes: those of the key's UTF-8 form.
+  // A header holds bytes, so send the key as the bytes of its UTF-8 form.
   const key = sessionStorage.getItem("key");
   if (key) headers.Authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
   if (body) headers["Content-Type"] = "application/json";
@@ -161,7 +161,7 @@ function showChart(now, maxLength) {
   }
   marks.push(svg("text", { x: left, y: 145 }, "5 min ago"), svg("text", { x: right, y: 145, "text-anchor": "end" }, "now"));
 
-  // A line through the points; it is broken where no pass ran, and a point alone is a dot.
+  // A line through the points; it has gaps where no pass ran, and a single point is drawn as a dot.
   let path = "";
   history.forEach(({ time, length }, index) => {
     if (length === null) return;
@@ -182,7 +182,7 @@ poll();
 // ---------------------------------------------------------------------------------------------------- chat
 
 let messages = []; // of the conversation so far
-let running = null; // { rid, controller } of the answer that is made
+let running = null; // { rid, controller } of the running answer
 
 async function answer(text) {
   const rid = `page-${crypto.getRandomValues(new Uint32Array(4)).join("-")}`;
@@ -202,11 +202,11 @@ async function answer(text) {
   setRunning(null);
 }
 
-// Shows an answer while it arrives; returns its text and what the stream's last events told.
+// Shows an answer while it arrives; returns its text and what the stream's last events reported.
 async function stream(text, rid, signal, line) {
   const options = {
     rid,
-    // An empty field is NaN, which JSON writes as null: the server's default.
+    // An empty field is NaN, which JSON writes as null: the server then uses its default.
     temperature: byId("temperature").valueAsNumber,
     max_tokens: byId("max-tokens").valueAsNumber,
     speculative: byId("speculative").checked,
@@ -276,7 +276,7 @@ function keepAtEnd(change) {
 function setRunning(value) {
   running = value;
   const [send, stop] = [byId("send"), byId("stop")];
-  // A disabled button loses the focus: hand it on.
+  // A disabled button loses the focus, so move the focus on.
   const focused = document.activeElement;
   send.disabled = byId("clear").disabled = Boolean(running);
   stop.disabled = !running;
