@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, forward, generate, speculative_generate
-from mtpjax.evaluation.same_text import equals_plain_decoding, first_divergences
+from mtpjax.evaluation.acceptance import equals_plain_decoding
+from mtpjax.evaluation.same_text import first_divergences
 
 LONGEST_PROMPT, NEW_TOKENS = 32, 24
 RNG = np.random.default_rng(0)
