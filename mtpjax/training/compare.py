@@ -49,7 +49,7 @@ def read_run(folder) -> RunRecord:
         raise RunError(f"{folder / METRICS_FILE} is damaged: {error}") from error
     # The comparison shows the last evaluation, so there must be at least one.
     if not any("eval" in row for row in history):
-        raise RunError(f"{folder} has not evaluated yet: {METRICS_FILE} holds {len(history)} rows and no panel")
+        raise RunError(f"{folder} has no evaluation yet: {METRICS_FILE} holds {len(history)} rows and no panel")
     return RunRecord(str(folder), flatten_settings(settings), fingerprint, history)
 
 
@@ -60,9 +60,9 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
         runs: the runs; the first one is the baseline.
 
     Yields:
-        A `rich` table of the settings that differ, or a sentence if none differ. Then lines that say which speed-ups
-        can be trusted and why others cannot, and a table of the metrics at each run's last evaluation, with their
-        differences from the first run.
+        First a `rich` table of the settings that differ, or a sentence if none differ; then lines that say which
+        speed-ups can be trusted and why the others cannot; then a table of the metrics at each run's last evaluation,
+        with their differences from the first run.
     """
     names = short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.

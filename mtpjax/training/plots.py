@@ -179,5 +179,5 @@ def _accept_lengths(decoded: Iterable[Mapping[str, float]]) -> list[tuple[float,
 
 
 def _length_limits(longest: float) -> tuple[float, float]:
-    """Returns axis limits for accept lengths, starting at 1: the length if no draft is accepted."""
+    """Returns axis limits for accept lengths, starting at 1, the length if no draft is accepted."""
     return 1 - 0.05 * (longest - 1), 1 + 1.05 * (longest - 1)
