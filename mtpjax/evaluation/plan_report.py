@@ -111,7 +111,7 @@ def compare_meshes(
     """Plans a model on several meshes; `params` are shapes.
 
     Raises:
-        ValueError: a number is out of range, or a single mesh does not divide the model.
+        ValueError: a number is out of range, or there is only one mesh and it does not divide the model.
     """
     candidates, excluded = [], []
     # A call's caches hold the longest row and the slots that the last round writes after it, rounded up.
@@ -148,7 +148,7 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
     for mesh, reason in result.excluded:
         yield f"{mesh_text(mesh)}: {reason}"
     if result.best is None:
-        yield f"nothing fits {count} {device.name}: use more GPUs, fp8 weights, or a smaller batch or context"
+        yield f"no mesh of {count} {device.name} fits: use more GPUs, fp8 weights, or a smaller batch or context"
     else:
         best = result.best.plan
         name = mesh_text(best.mesh)
@@ -250,7 +250,7 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
 
     table = number_table(f"{device.name} x {count}: training, GB per GPU", ("mesh", "arguments", "left"))
     table.caption = "arguments: parameters and AdamW's moments, exact. Gradients and activations are not included: "
-    table.caption += "docs/guides/meshes.md has compiled figures."
+    table.caption += "docs/results/meshes.md lists figures of compiled updates."
     for row in rows:
         left = plan.USABLE_SHARE * device.memory - row["bytes"]
         cells = f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"

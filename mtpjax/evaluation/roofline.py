@@ -321,7 +321,7 @@ def _experts(name: str, config: ModelConfig, work: Work, group: str, passes: Seq
 
 
 def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) -> Part:
-    """Returns the caches' bytes, and the operations of attention, in which each query meets every key and value."""
+    """Returns the caches' bytes, and the operations of attention, in which every query reads every key and value."""
     nbytes = flops = 0.0
     for kind in kinds:
         # A layer with a sliding window reads only the slots in the window.

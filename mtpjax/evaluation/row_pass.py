@@ -20,7 +20,7 @@ def run_on_rows(
 
     Args:
         score: `score(params, draft_params, rows, **settings)` returns arrays `[B, ...]`.
-        params: the model's parameters, whose sharding decides the mesh.
+        params: the model's parameters, whose sharding determines the mesh.
         draft_params: the drafter's parameters; {} if it has no parameters.
         rows: tree of arrays `[P, ...]` on the host.
         batch_size: maximum number of rows per pass on each device.

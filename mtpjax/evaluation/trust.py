@@ -6,7 +6,7 @@ A measurement that cannot be trusted has a *problem*, a text that starts with it
 - "disturbed": other programs used the cores during the measurement;
 - "uncertain": the 95 % interval is too wide.
 
-Imports no JAX.
+This module does not import JAX.
 """
 
 import math
