@@ -179,7 +179,7 @@ def round_cost(row: Row) -> float:
 
 
 def parts_cost(row: Row) -> float:
-    """Returns the cost of only a round's passes, in units of plain rounds."""
+    """Returns the cost of a round's passes alone, in units of plain rounds."""
     return row["costs"]["parts"] / row["costs"]["plain"]
 
 

@@ -16,7 +16,7 @@ from mtpjax.ablation.cells import (
 )
 from mtpjax.ablation.drafters import AblatedDrafter
 
-HEADING = "The fastest setting of each drafter, an exact one where there is one."
+HEADING = "The fastest exact setting of each drafter, or its fastest lossy setting if it has no exact one."
 DRAFTER_COLUMNS = ("drafter", "setting", "accept length (95 %)", "accepted at least k drafts, k = 1, 2, ...")
 DRAFTER_COLUMNS += ("round in plain rounds", "of these its passes", "ratio to plain (95 %)", "ideal", "text")
 CATEGORY_COLUMNS = ("category", "prompts", "drafter", "accept length (95 %)", "accepted at least k drafts")

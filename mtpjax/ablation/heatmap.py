@@ -60,7 +60,7 @@ def _draw(figure, rows: list[Row], panels: Panels, *, depths, trees, drafters) -
     bar.set_label("speed-up")
     # Explain the cells below the panels.
     note = "cells: speed-up over plain decoding with its 95 % interval, and accept length; frame: the recommended one"
-    note += "; a question mark on grey cannot be trusted" * any(row["problem"] for row in rows)
+    note += "; question mark on grey: cannot be trusted" * any(row["problem"] for row in rows)
     figure.supxlabel("\n".join(textwrap.wrap(note, int(14 * figure.get_figwidth()))), fontsize=9)
 
 
