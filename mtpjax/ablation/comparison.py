@@ -89,9 +89,9 @@ def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:
             numbers = (str(cost.updates), str(cost.tokens), *seconds)
         body.append((method.name, method.kind, *numbers))
     yield from _table(("drafter", "kind", "updates", "tokens", "seconds per update", "seconds of the run"), body)
-    # Longer training alone makes a drafter better, so a fair comparison needs equally many tokens.
+    # Longer training alone makes a drafter better, so a fair comparison needs the same number of tokens.
     if len({method.training.tokens for method in methods if method.training}) > 1:
-        yield from ("", "The drafters were not trained on equally many tokens.")
+        yield from ("", "The drafters were not trained on the same number of tokens.")
 
 
 def _table(headings: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -72,7 +72,7 @@ def find_workload(
     length = min(PROMPT_TOKENS, limit)
     chosen = _non_looping_prompts(path, model, params, settings, num_prompts=choice.count, length=length)
     return Workload(
-        chosen, f"{count_of(len(chosen), 'prompt')} of {length} bytes from held-out files, whose texts do not loop"
+        chosen, f"{count_of(len(chosen), 'prompt')} of {length} bytes from held-out files; no continuation loops"
     )
 
 

@@ -1,6 +1,6 @@
 """Compiles a model's decoding call for H100s or TPUs from shapes alone, and reports memory, collectives and kernels.
 
-Nothing runs, and no such device is needed. `h100_devices` and `tpu_devices` in `mtpjax.compat` list what is required.
+Nothing runs, and no such device is needed; `h100_devices` and `tpu_devices` in `mtpjax.compat` say what is needed.
 
 Several functions here and in `mtpjax.evaluation.plan` share these arguments: `params` are shapes, as returned by
 `stored_shapes`; `sizes` are the sizes of the mesh axes by name; `rows` is the batch size, `slots` the number of cache

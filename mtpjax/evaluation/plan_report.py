@@ -166,7 +166,7 @@ def _mesh_table(result: Comparison, title: str, headings: Sequence[str], lines: 
 
 
 def _memory_table(result: Comparison, device: Device, count: int):
-    """Memory: exact weights and state, estimated temporary memory, and the largest sizes that fit."""
+    """Makes the memory table: exact weights and state, estimated temporary memory, and the largest sizes that fit."""
     first = result.candidates[0].plan
     headings = ("weights", "state", "temp", "total", "fits", "largest\nbatch", "longest\ncontext")
     lines = []
@@ -188,7 +188,7 @@ def _memory_table(result: Comparison, device: Device, count: int):
 
 
 def _parts_table(result: Comparison):
-    """Times of the parts of a round with drafts."""
+    """Makes the table of the times that the parts of a round with drafts take."""
     headings = ("dense", "experts", "cache", "MTP", "launches", "links", "sum")
     lines = []
     for each in result.candidates:
@@ -200,7 +200,7 @@ def _parts_table(result: Comparison):
 
 
 def _speed_table(result: Comparison):
-    """Time of a round with and without drafts, and the speed-up at the assumed accept length."""
+    """Makes the table of round times with and without drafts, and of speed-ups at the assumed accept length."""
     headings = ["round, ms:\nplain"]
     if result.load.num_steps:
         headings += ["with\ndrafts", "speed-up,\nassumed"]

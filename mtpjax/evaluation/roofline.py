@@ -55,9 +55,9 @@ DEVICES = {
 }
 # Numbers of launches, counted by `python -m experiments.kernels.gpu_launches` in modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
-LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention has: XLA runs convolution, decay and gates
-LAUNCHES_OF_EXPERTS = 5  # more than a dense layer has
-LAUNCHES_OF_QUERY_LATENT = 2  # more if the queries of latent attention go through a latent
+LAUNCHES_OF_LINEAR_ATTENTION = 8  # in addition to those of softmax attention: XLA runs convolution, decay and gates
+LAUNCHES_OF_EXPERTS = 5  # in addition to those of a dense layer
+LAUNCHES_OF_QUERY_LATENT = 2  # in addition, if the queries of latent attention go through a latent
 LAUNCHES_OF_INDEXER = 12  # estimated, not counted: XLA runs the indexer
 LAUNCHES_PER_ROUND = 27  # outside layers: embedding, masks, head, sampling, commit
 LAUNCHES_PER_LEVEL = 14  # per draft level, in addition to the module's layer

@@ -78,7 +78,7 @@ def speed_up_problem(
 
 
 def waiting_problem(waited: float) -> str | None:
-    """Returns why times other than speed-ups cannot be trusted, "disturbed: …", or None. `waited` is as above."""
+    """Returns why other times cannot be trusted ("disturbed: …"), or None; `waited` is as in `speed_up_problem`."""
     return speed_up_problem(Estimate(1.0, 1.0, 1.0), None, waited=waited)
 
 

@@ -92,8 +92,8 @@ def measure(
         implementations: implementations to time; None: all that the op has here.
 
     Yields:
-        For each question: the question, the milliseconds per call of each implementation that ran, and why an
-        implementation or the op was not timed, or None.
+        For each question: the question, the milliseconds per call of each implementation that ran, and the reason why
+        an implementation or the op was not timed (None if all were timed).
     """
     for op, shape in questions:
         if op not in CASES:

@@ -64,7 +64,7 @@ def anchor_terms(
     """Computes the loss terms of a block drafter. They are 0 at positions without an anchor.
 
     Args:
-        compute: function of an MTP pass's output, with arrays `[B, T, ...]`, and its targets, which returns the terms.
+        compute: computes the terms from an MTP pass's output, with arrays `[B, T, ...]`, and its targets.
         output: the forward pass. The trunk's arrays are `[B, T, ...]`, and the levels' arrays are `[B, A, ...]`.
         targets: `[1 + K, B, T]` int32.
         anchors: `[B, A]` from `draw_anchors`.

@@ -96,7 +96,7 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
 
 
 def _timed(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Returns the decoded metrics over all prompts of a run's last evaluation, by kind; only kinds with a speed-up."""
+    """Returns a run's last decoded metrics over all prompts, by kind, for the kinds that have a speed-up."""
     kinds = run.last_evaluation["eval"].get("decoded", {}).get("overall", {})
     return {kind: row for kind, row in kinds.items() if row["speed_up"] is not None}
 

@@ -52,7 +52,7 @@ class TrainConfig:
             a folder, or `org/name` or `org/name@revision` on the Hugging Face Hub. A checkpoint without MTP modules
             gets one, or the number in `model.num_mtp_modules`, which is the only field of `model` that may be set. Its
             `tokenizer.json`, if it has one, is the default tokenizer.
-        model_type: model family of `init_from`, which overrides the `model_type` in its `config.json`.
+        model_type: model family of `init_from`; overrides the `model_type` in its `config.json`.
         drafter: the drafter to train. "mtp" trains the model's MTP modules. The other methods train a drafter with
             separate files on the frozen trunk of `init_from`, without its MTP modules, and set `trains` to "modules":
             "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774) with `num_depths` heads, "dflash"

@@ -119,7 +119,7 @@ class PanelDecoder:
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
             decoded, counts = self._decode(model, params, chosen, 2 * batch_prompts)
-            # The clocks of several processes differ.
+            # Several processes measure no speed-up, because their clocks differ.
             if is_last and self.drafter is None and not is_multiprocess():
                 decoded = self._add_speed_up(model, params, decoded, counts)
         except jax.errors.JaxRuntimeError as error:

@@ -58,7 +58,7 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
 def add_drafter(
     params: dict, initial: InitialDrafter, *, config: TrainConfig, corpus: Corpus, model: MTPModel
 ) -> tuple[dict, TrainedDrafter]:
-    """Adds a drafter to its trunk's parameters, under `DRAFTER` (float32) and `DRAFT_IDS`. Fits new ones first."""
+    """Adds a drafter to its trunk's parameters, as `DRAFTER` (float32) and `DRAFT_IDS`. Fits a new drafter first."""
     if initial.params is not None:
         return params | initial.params.beside_trunk(), initial.drafter
     drafter, ids = fit_to_data(initial.drafter, config, corpus)

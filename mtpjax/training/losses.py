@@ -300,7 +300,7 @@ class LossInputs(NamedTuple):
         targets: `[1 + num_depths, B, T]` int32, the token that trunk (0) and depth k predict at each position.
         is_valid: `[1 + num_depths, B, T]` bool, which targets count.
         output: logits and hidden states of trunk and depths; for a block drafter, the levels' arrays hold only the
-            anchors, `[B, A, ...]`. Reading the logits stores them, even if `vocab_chunk` is set.
+            anchors, `[B, A, ...]`. If the objective reads the logits, they are stored, even with `vocab_chunk`.
         totals: counts of valid targets in the whole batch; `mean` uses them.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1.

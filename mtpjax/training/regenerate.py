@@ -139,7 +139,7 @@ def regenerate(
                 tally.seconds += time.perf_counter() - begin
                 if output is not None:
                     output.append(written)
-                # Batches of many lengths compile many programs.
+                # Batches of many lengths compile many programs, which take memory.
                 free_programs_if_full()
                 progress(tally, done / num_records)
     if not tally.regenerated:

@@ -129,7 +129,7 @@ def read_run_file(folder: pathlib.Path, *names: str) -> tuple[Any, ...]:
     """Reads `run.json`.
 
     Returns:
-        The settings of the run, and the values for `names`: "fingerprint" (of its data), "run" (its identifier).
+        The settings, and the values of `names`, which can be "fingerprint" (of the data) and "run" (the identifier).
 
     Raises:
         RunError: there is no such file, or it is damaged.
