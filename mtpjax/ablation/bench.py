@@ -1,4 +1,4 @@
-"""Measures one cell of an ablation: each batch of prompts is decoded plainly and with drafts, alternately.
+"""Measures one cell of an ablation: each batch of prompts is decoded alternately without and with drafts.
 
 Ratios to plain decoding are medians over the repeats. The prefill time, measured as the shortest one-token call, is
 subtracted from each call. Plain decoding runs in its faster form: one row per pass, or two rows of which one is

@@ -67,7 +67,7 @@ class Comparison:
     Attributes:
         load: the planned workload.
         candidates: the meshes that divide the model.
-        excluded: the other meshes, with the reasons.
+        excluded: the other meshes, with the reasons why they are excluded.
         best: the fastest candidate that fits; None if none fits.
         compiled: figures of the compiled call for the best mesh; None if it was not compiled.
     """

@@ -25,7 +25,7 @@ KINDS = ("impossible", "disturbed", "uncertain")
 # In an undisturbed measurement, threads wait for a core at most this share of the time. On idle machines the share was
 # up to 0.035: the time in which a core sleeps and wakes up between two threads does not count as idle.
 MAX_WAITING_SHARE = 0.05
-# Maximum ratio of an interval's upper end to its lower end. Above it, the speed is not even known to a factor of two.
+# Maximum ratio of an interval's upper end to its lower end. Above it, the speed is not known within a factor of two.
 MAX_INTERVAL_FACTOR = 2.0
 # A round costs at least its passes, whose costs are themselves measured to within a few percent.
 MAX_SHARE_OF_IDEAL = 1.1

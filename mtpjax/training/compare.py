@@ -121,7 +121,7 @@ def _metrics(run: RunRecord) -> dict[str, float]:
 
 def _format_cells(values: Sequence[float | None], problems: Sequence[str | None] = ()) -> Iterator[str]:
     first = values[0]
-    # Counts need no fraction; rates and lengths also show their difference from the first run. A number that cannot be
+    # Counts have no decimals; rates and lengths also show their difference from the first run. A number that cannot be
     # trusted has a mark and no difference.
     for number, value in enumerate(values):
         if value is None:

@@ -98,8 +98,8 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         The corpus.
 
     Raises:
-        ValueError: too many documents of a source are unusable, there are too few to hold any out, or the trunk or a
-            depth has no target.
+        ValueError: too many documents of a source are unusable, there are too few documents to hold any out, or the
+            trunk or a depth has no target.
         FileNotFoundError: the sources contain no text.
 
     Example:

@@ -2,7 +2,7 @@
 
     manifest.json          identity of trunk and rows, and the sha256 of every complete file
     000000.npy …           blocks of final hidden states `[rows, T, D]`; bfloat16 is stored as its bits, in uint16
-    000000.layer2.npy …    the states of the same rows that enter layer 2
+    000000.layer2.npy …    the states that enter layer 2, for the same rows
     .lock                  held while a process checks or computes blocks
 
 Files are written atomically, so a run that was killed continues after its last complete block. Runs with the same trunk

@@ -30,7 +30,7 @@ PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
 # Beginnings of statements: one of them is the prompt in the command that the quickstart prints at the end.
 STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
 EXAMPLE_TEMPERATURES = (0.0, 0.8)
-MAX_REPEATED_SHARE = 0.2  # largest `repeated_share` of an example's continuation
+MAX_REPEATED_SHARE = 0.2  # maximum `repeated_share` of an example's continuation
 
 
 @dataclasses.dataclass(frozen=True)
