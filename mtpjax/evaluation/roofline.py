@@ -178,7 +178,7 @@ def predict_round(
     shapes = [(path_name(path), leaf.shape) for path, leaf in leaves]
     elements = count_weights(config, ((name, shape, math.prod(shape)) for name, shape in shapes))
     nbytes = {name: weight_bytes * count for name, count in elements.items()}
-    # 2. Compute the time of one device that does all the work; with several devices, divide it by their number.
+    # 2. Compute the time of one device that does all the work. Several devices share the parts' time evenly.
     work = Work(elements, nbytes, rows=batch, expert_rows=batch)
     return make_round(config, device, work, context, num_steps, has_fp8=weight_bytes < 1.5, num_devices=num_devices)
 
