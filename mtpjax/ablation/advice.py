@@ -48,7 +48,7 @@ def _choose(group: list[Row]) -> tuple[Row | None, str, str, bool]:
     if not exact:
         return None, "no exact setting was measured", "", False
     fastest, trusted = exact[0], [row for row in exact if not row["problem"]]
-    measured = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {format_ratio(fastest)}"
+    measured = f"the fastest, {cell_of(fastest).setting}, has a ratio to plain of {format_ratio(fastest)}"
     if not trusted:
         text = "not known: no measurement can be trusted; measure again"
         return None, text, f"{measured}: {fastest['problem']}", False
@@ -57,7 +57,7 @@ def _choose(group: list[Row]) -> tuple[Row | None, str, str, bool]:
     also = f"; not compared, because they cannot be trusted: {left_out}" if left_out else ""
     if not paying:
         is_slower = fastest["ratio"]["value"] <= 1
-        text = "do not speculate" if is_slower else "speculation is not shown to pay: decode plainly"
+        text = "do not speculate" if is_slower else "speculation is not clearly faster: decode plainly"
         return None, text, measured + also, True
     best = paying[0]
     text = f"{cell_of(best).setting}: accept length {best['accept_length']['value']:.2f}"

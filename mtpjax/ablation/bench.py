@@ -1,4 +1,4 @@
-"""Measures one cell of an ablation: each batch of prompts is decoded plainly and with drafts, alternately.
+"""Measures one cell of an ablation: each batch of prompts is decoded alternately without and with drafts.
 
 Ratios to plain decoding are medians over the repeats. The prefill time, measured as the shortest one-token call, is
 subtracted from each call. Plain decoding runs in its faster form: one row per pass, or two rows of which one is
@@ -109,7 +109,7 @@ class Bench:
         num_prompts = len(self.workload.prompts)  # the last batch repeats some
         steps, accepted = steps.reshape(-1)[:num_prompts], accepted.reshape(-1, cell.num_steps)[:num_prompts]
         rates = decoded_rates(steps, accepted)
-        # Subtract the prefill: the shortest one-token call of each batch and form. One-token texts take no more time.
+        # Subtract the prefill: the shortest one-token call of each batch and form. A one-token text takes no more time.
         prefill = np.broadcast_to(one_token_seconds.min(axis=1, keepdims=True), call_seconds.shape)
         seconds = np.where(tokens > 0, seconds_beyond(prefill, call_seconds), 0.0)
         is_negative = bool(((call_seconds <= prefill) & (tokens > 0)).any())
@@ -194,7 +194,7 @@ class Bench:
         return timed
 
     def _fastest_min_rows(self, batch_size: int) -> int | None:
-        """Returns the `min_rows` that is faster in plain decoding: a single row runs alone or with a discarded one.
+        """Returns the faster `min_rows` in plain decoding: a row runs alone, or with a second one that is discarded.
 
         On a CPU, XLA compiles a pass over one row differently, so either form may be faster.
         """

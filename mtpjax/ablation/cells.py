@@ -164,7 +164,7 @@ def group_by_batch_and_temperature(rows: Iterable[Row]) -> dict[Group, list[Row]
 
 
 def by_speed(row: Row) -> tuple[bool, float]:
-    """Returns the sort key of a row: trusted rows come first, then fast rows before slow ones."""
+    """Returns the sort key of a row: trusted rows come before others, and then fast rows before slow ones."""
     return bool(row["problem"]), -row["ratio"]["value"]
 
 
@@ -179,7 +179,7 @@ def round_cost(row: Row) -> float:
 
 
 def parts_cost(row: Row) -> float:
-    """Returns the cost of only a round's passes, in units of plain rounds."""
+    """Returns the cost of a round's passes alone, in units of plain rounds."""
     return row["costs"]["parts"] / row["costs"]["plain"]
 
 

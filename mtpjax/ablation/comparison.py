@@ -16,7 +16,7 @@ from mtpjax.ablation.cells import (
 )
 from mtpjax.ablation.drafters import AblatedDrafter
 
-HEADING = "The fastest setting of each drafter, an exact one where there is one."
+HEADING = "The fastest exact setting of each drafter, or its fastest lossy setting if it has no exact one."
 DRAFTER_COLUMNS = ("drafter", "setting", "accept length (95 %)", "accepted at least k drafts, k = 1, 2, ...")
 DRAFTER_COLUMNS += ("round in plain rounds", "of these its passes", "ratio to plain (95 %)", "ideal", "text")
 CATEGORY_COLUMNS = ("category", "prompts", "drafter", "accept length (95 %)", "accepted at least k drafts")
@@ -89,9 +89,9 @@ def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:
             numbers = (str(cost.updates), str(cost.tokens), *seconds)
         body.append((method.name, method.kind, *numbers))
     yield from _table(("drafter", "kind", "updates", "tokens", "seconds per update", "seconds of the run"), body)
-    # Longer training alone makes a drafter better, so a fair comparison needs equally many tokens.
+    # Longer training alone makes a drafter better, so a fair comparison needs the same number of tokens.
     if len({method.training.tokens for method in methods if method.training}) > 1:
-        yield from ("", "The drafters were not trained on equally many tokens.")
+        yield from ("", "The drafters were not trained on the same number of tokens.")
 
 
 def _table(headings: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from mtpjax.ablation.panels import Panels
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, draw_picture, plain_text, shorten
 from mtpjax.evaluation.trust import mark as problem_mark
 
-# Round ratios to label on the colour bar, if they are in its range.
+# Ratios to label on the colour bar, if they are in its range.
 TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
 
 
@@ -50,7 +50,7 @@ def _draw(figure, rows: list[Row], panels: Panels, *, depths, trees, drafters) -
     colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
     for axis, key, group in panels.draw(figure):
         _draw_panel(axis, group, depths=depths, trees=trees[key], drafters=drafters, colours=colours, norm=norm)
-    # Label the colour bar with the round ratios inside its range.
+    # Label the colour bar with the ratios inside its range.
     bar = figure.colorbar(
         figure.axes[0].images[0], ax=figure.axes, shrink=min(0.8, 2.4 / len(panels.layout)), aspect=25, pad=0.02
     )
@@ -60,7 +60,7 @@ def _draw(figure, rows: list[Row], panels: Panels, *, depths, trees, drafters) -
     bar.set_label("speed-up")
     # Explain the cells below the panels.
     note = "cells: speed-up over plain decoding with its 95 % interval, and accept length; frame: the recommended one"
-    note += "; a question mark on grey cannot be trusted" * any(row["problem"] for row in rows)
+    note += "; question mark on grey: cannot be trusted" * any(row["problem"] for row in rows)
     figure.supxlabel("\n".join(textwrap.wrap(note, int(14 * figure.get_figwidth()))), fontsize=9)
 
 

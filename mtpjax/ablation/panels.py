@@ -8,8 +8,8 @@ from mtpjax.ablation.cells import Group, Row, group_by_batch_and_temperature
 
 
 def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
-    """Lays out panels with a line per batch size and a column per temperature, or up to three per line if there is only
-    one temperature. A group that was not measured leaves a gap.
+    """Lays out panels with a row per batch size and a column per temperature; if there is only one temperature, with up
+    to three panels per row. A group that was not measured leaves a gap.
     """
     batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
     if len(temperatures) == 1:

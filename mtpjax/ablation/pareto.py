@@ -160,7 +160,7 @@ def _cost_and_length(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _frontier(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the Pareto frontier of the trusted rows from cheap to expensive: no row is both cheaper and longer."""
+    """Returns the Pareto frontier, cheapest first: trusted rows that no other beats in both cost and accept length."""
     frontier: list[dict[str, Any]] = []
     trusted = [row for row in group if not row["problem"]]
     for row in sorted(trusted, key=lambda row: (_cost_and_length(row)[0], -_cost_and_length(row)[1])):

@@ -93,7 +93,7 @@ def run_cells(
     """Measures the cells that are not yet in `cells.jsonl`, which `writer` has open.
 
     Returns:
-        The existing rows, in the order of `cells`, and whether all are measured; Ctrl-C ends the run early.
+        The measured rows, in the order of `cells`, and whether all cells are measured; Ctrl-C ends the run early.
     """
     # If two lines have the same fingerprint, the newer one counts.
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}

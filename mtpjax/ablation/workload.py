@@ -38,8 +38,8 @@ class Workload:
     categories: tuple[str, ...] = ()
 
     def batches(self, size: int) -> list[list[list[int]]]:
-        """Splits the prompts into batches of `size`. The last one is filled with the first prompts, so all are equal in
-        size.
+        """Splits the prompts into batches of `size`. The last batch is filled up with the first prompts, so that all
+        have the same size.
         """
         count = -(-len(self.prompts) // size)
         return [
@@ -72,7 +72,7 @@ def find_workload(
     length = min(PROMPT_TOKENS, limit)
     chosen = _non_looping_prompts(path, model, params, settings, num_prompts=choice.count, length=length)
     return Workload(
-        chosen, f"{count_of(len(chosen), 'prompt')} of {length} bytes from held-out files, none of which loops"
+        chosen, f"{count_of(len(chosen), 'prompt')} of {length} bytes from held-out files; no continuation loops"
     )
 
 

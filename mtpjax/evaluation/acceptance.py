@@ -138,7 +138,7 @@ def equals_plain_decoding(
     Below float32, matmuls round differently at different batch widths, so near-tied logits can flip. If texts differ,
     they are compared again with plain decoding in passes that are as wide as verification. This second comparison is
     reliable for a fixed depth; with an adaptive depth, rounds have several widths, unless `config.min_rows` is the
-    width of the deepest. The states that linear attention replays may also differ in the last bit.
+    width of the deepest round. The states that linear attention replays may also differ in the last bit.
 
     Args:
         rows: new tokens from decoding with `config`.

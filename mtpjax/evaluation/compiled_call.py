@@ -1,6 +1,6 @@
-"""Compiles a model's decoding call for H100s or TPUs, from shapes only: memory, collectives and kernels.
+"""Compiles a model's decoding call for H100s or TPUs from shapes alone, and reports memory, collectives and kernels.
 
-Nothing runs, and no such device is needed: `mtpjax.compat` has `h100_devices` and `tpu_devices`, and what they need.
+Nothing runs, and no such device is needed; `h100_devices` and `tpu_devices` in `mtpjax.compat` say what is needed.
 
 Several functions here and in `mtpjax.evaluation.plan` share these arguments: `params` are shapes, as returned by
 `stored_shapes`; `sizes` are the sizes of the mesh axes by name; `rows` is the batch size, `slots` the number of cache
@@ -123,7 +123,7 @@ def bytes_of_shards(
 
 
 def h100_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh of H100s on a machine that needs none; raises `RuntimeError` if the CUDA plug-in is missing."""
+    """Makes a mesh of H100s, which this machine need not have; raises `RuntimeError` if the CUDA plug-in is missing."""
     return compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
 
 

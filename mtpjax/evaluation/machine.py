@@ -41,7 +41,7 @@ def has_waiting_times() -> bool:
 def busy_seconds() -> float:
     """Returns how long the cores that this process may use were busy since the system started, in core-seconds.
 
-    Time that a hypervisor gave to other machines counts as busy. nan if the system does not report it.
+    Time that a hypervisor gave to other machines counts as busy. Returns nan if the system does not report it.
     """
     try:
         lines = pathlib.Path("/proc/stat").read_text().splitlines()

@@ -20,7 +20,7 @@ from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import num_shards, param_spec, path_name
 from pallas_kernels.block_scaled_matmul import MAX_ROWS
 
-USABLE_SHARE = 0.9  # of a GPU's memory; the rest is for the driver, the allocator and collectives
+USABLE_SHARE = 0.9  # usable share of a GPU's memory; the rest is for the driver, the allocator and collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +169,8 @@ def estimate_temps(
     channels += config.linear_num_value_heads * config.linear_value_head_dim
     inputs = local_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
     shared += 2 * inputs * sum(kind.attention == "delta" for kind in config.trunk_kinds)
-    # 1. Experts, for the rows of all `data` devices: the outputs of each token's experts, together first with their
-    # activations and then with the sums.
+    # 1. Experts, for the rows of all `data` devices: the outputs of each token's experts are in memory first
+    # together with their activations, and then together with the sums.
     if config.is_moe:
         all_tokens = rows * prefill_chunk
         chosen = all_tokens * config.num_experts_per_tok

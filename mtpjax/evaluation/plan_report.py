@@ -67,7 +67,7 @@ class Comparison:
     Attributes:
         load: the planned workload.
         candidates: the meshes that divide the model.
-        excluded: the other meshes, with the reasons.
+        excluded: the other meshes, with the reasons why they are excluded.
         best: the fastest candidate that fits; None if none fits.
         compiled: figures of the compiled call for the best mesh; None if it was not compiled.
     """
@@ -111,7 +111,7 @@ def compare_meshes(
     """Plans a model on several meshes; `params` are shapes.
 
     Raises:
-        ValueError: a number is out of range, or a single mesh does not divide the model.
+        ValueError: a number is out of range, or there is only one mesh and it does not divide the model.
     """
     candidates, excluded = [], []
     # A call's caches hold the longest row and the slots that the last round writes after it, rounded up.
@@ -148,7 +148,7 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
     for mesh, reason in result.excluded:
         yield f"{mesh_text(mesh)}: {reason}"
     if result.best is None:
-        yield f"nothing fits {count} {device.name}: use more GPUs, fp8 weights, or a smaller batch or context"
+        yield f"no mesh of {count} {device.name} fits: use more GPUs, fp8 weights, or a smaller batch or context"
     else:
         best = result.best.plan
         name = mesh_text(best.mesh)
@@ -166,7 +166,7 @@ def _mesh_table(result: Comparison, title: str, headings: Sequence[str], lines: 
 
 
 def _memory_table(result: Comparison, device: Device, count: int):
-    """Memory: exact weights and state, estimated temporary memory, and the largest sizes that fit."""
+    """Makes the memory table: exact weights and state, estimated temporary memory, and the largest sizes that fit."""
     first = result.candidates[0].plan
     headings = ("weights", "state", "temp", "total", "fits", "largest\nbatch", "longest\ncontext")
     lines = []
@@ -188,7 +188,7 @@ def _memory_table(result: Comparison, device: Device, count: int):
 
 
 def _parts_table(result: Comparison):
-    """Times of the parts of a round with drafts."""
+    """Makes the table of the times that the parts of a round with drafts take."""
     headings = ("dense", "experts", "cache", "MTP", "launches", "links", "sum")
     lines = []
     for each in result.candidates:
@@ -200,7 +200,7 @@ def _parts_table(result: Comparison):
 
 
 def _speed_table(result: Comparison):
-    """Time of a round with and without drafts, and the speed-up at the assumed accept length."""
+    """Makes the table of round times with and without drafts, and of speed-ups at the assumed accept length."""
     headings = ["round, ms:\nplain"]
     if result.load.num_steps:
         headings += ["with\ndrafts", "speed-up,\nassumed"]
@@ -250,7 +250,7 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
 
     table = number_table(f"{device.name} x {count}: training, GB per GPU", ("mesh", "arguments", "left"))
     table.caption = "arguments: parameters and AdamW's moments, exact. Gradients and activations are not included: "
-    table.caption += "docs/guides/meshes.md has compiled figures."
+    table.caption += "docs/results/meshes.md lists figures of compiled updates."
     for row in rows:
         left = plan.USABLE_SHARE * device.memory - row["bytes"]
         cells = f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"

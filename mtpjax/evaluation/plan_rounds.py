@@ -9,7 +9,7 @@ from mtpjax.evaluation.roofline import Collective, Device, Round, Work, count_we
 from mtpjax.models.config import ModelConfig
 
 GPUS_PER_NODE = 8
-SECONDS_PER_COLLECTIVE = {"link": 10e-6, "network": 30e-6}  # assumed latency, by whether it leaves the node
+SECONDS_PER_COLLECTIVE = {"link": 10e-6, "network": 30e-6}  # assumed latency within a node, and between nodes
 
 
 def estimate_round(
@@ -46,7 +46,7 @@ def estimate_round(
 def _collectives(
     config: ModelConfig, device: Device, sizes: Mapping[str, int], rows: int, num_steps: int
 ) -> Iterator[Collective]:
-    """Yields the collectives in a round. To sum in a ring of n devices, each sends `2 (n-1)/n` of the array's bytes."""
+    """Yields the collectives in a round. In a ring sum over n devices, each sends `2 (n-1)/n` of the array's bytes."""
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
     # 1. The layers and tokens per row of each pass: verification, the first draft level, and the other levels.
     passes = [(config.trunk_kinds, num_steps + 1)] + [((config.mtp_kind,), num_steps + 1)] * bool(num_steps)

@@ -50,12 +50,12 @@ STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,
     "svg.hashsalt": "mtpjax",
 }
-# No date in the files, so that the same figure gives the same bytes.
+# Leave the date out of the files, so that the same figure gives the same bytes.
 _METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathlib.Path]:
-    """Lists the files of a plot; empty without matplotlib. Arguments and errors are as in `draw_picture`."""
+    """Lists the files of a plot; none without matplotlib. Arguments and errors are as in `draw_picture`."""
     path = pathlib.Path(path)
     wanted = [path.suffix[1:]] if path.suffix else list(dict.fromkeys(formats))
     for each in wanted:
@@ -123,7 +123,7 @@ def picture(
     import matplotlib
     import matplotlib.figure
 
-    # At 11 points, an inch fits about 12 characters.
+    # At 11 points, about 12 characters fit into an inch.
     lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(12 * size[0]))]
     with matplotlib.rc_context(STYLE):
         figure = matplotlib.figure.Figure(figsize=(size[0], size[1] + 0.25 * len(lines)), layout="constrained")
@@ -158,7 +158,7 @@ def level_colour(level: int, num_levels: int) -> Any:
 
 
 def colour(number: int) -> str:
-    """Returns the colour of series `number`, from 0; colours repeat after six series. -1 is the palette's last."""
+    """Returns the colour of series `number`, from 0; colours repeat after six series. -1 is the last colour."""
     return COLOURS[number % len(COLOURS)]
 
 

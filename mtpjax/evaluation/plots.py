@@ -58,7 +58,7 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
 
     # 3. Measured speed-up with intervals, the ideal from measured costs, and the limit if drafts were free.
     num_steps, lengths = [row.num_steps for row in rows], [row.accept_length for row in rows]
-    speed.plot(num_steps, lengths, "^:", color=GREY, label="accept length: limit of free drafts")
+    speed.plot(num_steps, lengths, "^:", color=GREY, label="accept length: limit if drafts were free")
     speed.plot(num_steps, [row.ideal for row in rows], "s--", color=GREY, label="ideal, from costs of a round's parts")
     points = [(row.num_steps, Estimate(row.ratio, *row.interval), row.problem) for row in rows]
     plot_speed_ups(speed, points, label="measured (95 % over prompts)", color=colour(-1), linewidth=2)

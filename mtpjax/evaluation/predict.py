@@ -1,6 +1,6 @@
 """Predicts accept lengths along a text without decoding, at the anchors that decoding would have.
 
-An anchor is a position where a round starts: the first is the end of the prompt, and a round that accepts n drafts
+An anchor is a position where a round starts: the first is at the end of the prompt, and a round that accepts n drafts
 moves it by n + 1. A mean over all positions differs from the mean over anchors: after a rejection, the next anchor is
 more likely to be in text that is hard to draft.
 
@@ -20,7 +20,7 @@ the last level down, since E[w_{i+1}] = w_i - r_i and 1 - (1 - E[w_{i+1}]) (1 - 
 probability prod of q_j(y_j), so given y the probability is R_i w_i, and w_i = min(1, w_{i-1} p_i / q_i) turns it into
 min(R_i, R_{i-1} w_{i-1}).
 
-Given y, the anchors are a Markov chain, whose expected numbers of rounds and accepted drafts follow position by
+Given y, the anchors form a Markov chain, so the expected numbers of rounds and accepted drafts are computed position by
 position. At temperature 0 nothing is random, and the predicted counts equal decoding's counts. Above temperature 0, the
 predicted counts, averaged over texts from the trunk's distribution, equal the expected counts of decoding.
 """
@@ -47,7 +47,7 @@ def acceptance_probabilities(
     Raises:
         ValueError: `rule` is not in `PREDICTABLE_RULES`.
     """
-    # Arg-max drafts are accepted as far as all of them match the text.
+    # Arg-max drafts are accepted up to the first one that does not match the text.
     matches = np.cumprod(matches_text, axis=-1).astype(np.float64)
     if rule in ("greedy", "sample"):
         return matches

@@ -159,7 +159,7 @@ def _fit_context(model: MTPModel, num_slots: int, conditions: Conditions) -> tup
 
 
 def _check_modules(model: MTPModel, config: DecodeConfig) -> None:
-    """Raises `ValueError` if MTP modules must draft, but the model has no modules, or several for a tree."""
+    """Raises `ValueError` if MTP modules must draft but the model has none, or must draft a tree but it has several."""
     num_modules, has_modules = model.config.num_mtp_modules, uses_mtp_modules(config.drafter)
     if has_modules and not num_modules:
         raise ValueError("the model has no MTP modules, so no drafts can be measured")

@@ -21,7 +21,7 @@ from mtpjax.safe_open import read_json_file
 
 FORMAT, VERSION = "mtpjax-profile", 4
 FILE_NAME = "profile.json"
-MAX_FILE_BYTES = 16 << 20  # of a profile or of measured acceptance, which take kilobytes
+MAX_FILE_BYTES = 16 << 20  # maximum size of a profile or of measured acceptance, which take kilobytes
 MIN_RATE = 0.01  # floor of a level's acceptance rate; a measured rate may be 0
 log = logging.getLogger("mtpjax.decode")
 
@@ -160,7 +160,7 @@ def depth_settings(
     Raises:
         ValueError: chains of `num_steps` levels were not measured.
     """
-    # The nearest batch size by ratio; of two equally near ones, the larger.
+    # Take the nearest batch size by ratio, or the larger of two equally near ones.
     nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
     # Adaptive depth drafts chains, so the costs of trees do not count.
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
@@ -176,7 +176,7 @@ def depth_settings(
 
 
 def _rates_to_depth(rates: list[float], num_steps: int) -> tuple[float, ...]:
-    """Returns a rate per level; levels that were not decoded get the rate of the deepest level that was."""
+    """Returns a rate per level; levels that were not decoded get the rate of the deepest level that was decoded."""
     return tuple([*rates, *rates[-1:] * num_steps][:num_steps])
 
 
@@ -213,8 +213,8 @@ def read_acceptance(path) -> dict[str, list[float]]:
     """Reads `usable_acceptance` over all prompts from a file that `mtpjax eval acceptance --output` wrote.
 
     Raises:
-        ValueError: it is a different file, or it measured trees or a lossy rule, which accept more tokens than the
-            chains under an exact rule that adaptive depth drafts.
+        ValueError: the file has different content, or it measured trees or a lossy rule, which accept more tokens than
+            the chains under an exact rule that adaptive depth drafts.
     """
     # A file that lacks a value was written by something else.
     try:

@@ -24,7 +24,7 @@ def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
 
 
 def tables(profile: dict[str, Any]):
-    """Yields a line that says whether the times can be trusted, and per batch size a `rich` table 80 columns wide."""
+    """Yields a line that says whether the times can be trusted, and a `rich` table 80 columns wide per batch size."""
     from mtpjax.evaluation.tables import number_table
 
     problem = profile["problem"]

@@ -55,9 +55,9 @@ DEVICES = {
 }
 # Numbers of launches, counted by `python -m experiments.kernels.gpu_launches` in modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
-LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention has: XLA runs convolution, decay and gates
-LAUNCHES_OF_EXPERTS = 5  # more than a dense layer has
-LAUNCHES_OF_QUERY_LATENT = 2  # more if the queries of latent attention go through a latent
+LAUNCHES_OF_LINEAR_ATTENTION = 8  # in addition to those of softmax attention: XLA runs convolution, decay and gates
+LAUNCHES_OF_EXPERTS = 5  # in addition to those of a dense layer
+LAUNCHES_OF_QUERY_LATENT = 2  # in addition, if the queries of latent attention go through a latent
 LAUNCHES_OF_INDEXER = 12  # estimated, not counted: XLA runs the indexer
 LAUNCHES_PER_ROUND = 27  # outside layers: embedding, masks, head, sampling, commit
 LAUNCHES_PER_LEVEL = 14  # per draft level, in addition to the module's layer
@@ -178,7 +178,7 @@ def predict_round(
     shapes = [(path_name(path), leaf.shape) for path, leaf in leaves]
     elements = count_weights(config, ((name, shape, math.prod(shape)) for name, shape in shapes))
     nbytes = {name: weight_bytes * count for name, count in elements.items()}
-    # 2. One device does all the work; several devices divide the time.
+    # 2. Compute the time of one device that does all the work. Several devices share the parts' time evenly.
     work = Work(elements, nbytes, rows=batch, expert_rows=batch)
     return make_round(config, device, work, context, num_steps, has_fp8=weight_bytes < 1.5, num_devices=num_devices)
 
@@ -321,7 +321,7 @@ def _experts(name: str, config: ModelConfig, work: Work, group: str, passes: Seq
 
 
 def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) -> Part:
-    """Returns the caches' bytes, and the operations of attention, in which each query meets every key and value."""
+    """Returns the caches' bytes, and the operations of attention, in which every query reads every key and value."""
     nbytes = flops = 0.0
     for kind in kinds:
         # A layer with a sliding window reads only the slots in the window.

@@ -119,7 +119,7 @@ class CostMeter:
         for (kind, shape), times in self._seconds.items():
             medians[kind][shape] = float(np.median(plain) * np.median(np.array(times) / plain))
         rounds, change = medians["round"], 0.0
-        # A change of depth costs what the cycle takes beyond its rounds, divided by their number.
+        # The cost of a change of depth is the cycle's time minus that of its rounds, divided by the number of rounds.
         if medians["cycle"]:
             chains = [seconds for shape, seconds in rounds.items() if shape.topk == 1]
             change = max(medians["cycle"][PLAIN_STEP] - sum(chains), 0.0) / len(chains)

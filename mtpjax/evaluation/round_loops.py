@@ -1,4 +1,4 @@
-"""The loops that `round_costs` times: the passes of a round alone, and whole rounds as decoding runs them."""
+"""The loops that `round_costs` times: loops over only the passes of a round, and loops over whole rounds."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ def passes_loop(
 ) -> RoundLoop:
     """Makes a loop over the passes of a round: drafting, verification, or both.
 
-    As in decoding, the drafter extends over the last round's tokens and drafts, and a trunk pass verifies the nodes.
+    As in decoding, the drafter extends over the last round's tokens, then drafts, and a trunk pass verifies the nodes.
     Nothing is accepted. Every round starts at a different length, because XLA would move work that depends on a
     constant length out of the loop.
 

@@ -121,7 +121,7 @@ def _checked_record(record: Any, place: pathlib.Path) -> dict[str, list]:
         rows, levels = record["tokens"], len(record["agreement"])
         # Bound the sizes first: the rows decide how much memory the check takes.
         if not 0 < len(rows) <= MAX_ROWS or not all(len(row) <= MAX_COLUMNS for row in rows) or levels > MAX_COLUMNS:
-            raise ValueError(f"it has no rows, or more than {MAX_ROWS} rows of {MAX_COLUMNS} tokens")
+            raise ValueError(f"it must have 1 to {MAX_ROWS} rows of at most {MAX_COLUMNS} tokens")
         metrics = np.array([record["agreement"], record["overlap"]], np.float32)
         tokens = np.array(rows, np.int32)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -30,7 +30,7 @@ def is_predictable(config: DecodeConfig, rule: str) -> bool:
     """Returns whether `mtpjax.evaluation.predict` covers these settings.
 
     It covers chains with a fixed depth under an exact rule. It does not cover a draft window, a reduced draft
-    vocabulary or drafts that end early, which the teacher-forced pass does not have.
+    vocabulary or drafts that end early, because the teacher-forced pass does not model them.
 
     Args:
         config: decoding settings.

@@ -6,7 +6,7 @@ A measurement that cannot be trusted has a *problem*, a text that starts with it
 - "disturbed": other programs used the cores during the measurement;
 - "uncertain": the 95 % interval is too wide.
 
-Imports no JAX.
+This module does not import JAX.
 """
 
 import math
@@ -25,7 +25,7 @@ KINDS = ("impossible", "disturbed", "uncertain")
 # In an undisturbed measurement, threads wait for a core at most this share of the time. On idle machines the share was
 # up to 0.035: the time in which a core sleeps and wakes up between two threads does not count as idle.
 MAX_WAITING_SHARE = 0.05
-# Maximum ratio of an interval's upper end to its lower end. Above it, the speed is not even known to a factor of two.
+# Maximum ratio of an interval's upper end to its lower end. Above it, the speed is not known within a factor of two.
 MAX_INTERVAL_FACTOR = 2.0
 # A round costs at least its passes, whose costs are themselves measured to within a few percent.
 MAX_SHARE_OF_IDEAL = 1.1
@@ -78,7 +78,7 @@ def speed_up_problem(
 
 
 def waiting_problem(waited: float) -> str | None:
-    """Returns why times other than speed-ups cannot be trusted, "disturbed: …", or None. `waited` is as above."""
+    """Returns why other times cannot be trusted ("disturbed: …"), or None; `waited` is as in `speed_up_problem`."""
     return speed_up_problem(Estimate(1.0, 1.0, 1.0), None, waited=waited)
 
 

@@ -71,7 +71,7 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
         rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, SamplingArrays.greedy(batch))
         state = decoder.empty_state(StateShape.of(rows), jnp.dtype(params["embedding"].dtype))
         state = start_rows(state, rows, vocab_size=decoder.vocab_size)
-        # The function inside `jax.jit`, which would not trace a known call again.
+        # Call the function inside `jax.jit`, which itself would not trace a known call again.
         return inspect.unwrap(decode.plain)(params, own, state, decoder=decoder)
 
     with dispatch.record_choices() as asked:
@@ -92,8 +92,8 @@ def measure(
         implementations: implementations to time; None: all that the op has here.
 
     Yields:
-        For each question: the question, the milliseconds per call of each implementation that ran, and why an
-        implementation or the op was not timed, or None.
+        For each question: the question, the milliseconds per call of each implementation that ran, and the reason why
+        an implementation or the op was not timed (None if all were timed).
     """
     for op, shape in questions:
         if op not in CASES:
@@ -113,7 +113,7 @@ def measure(
                 continue
             # Do not time wrong results.
             if not difference <= 1:
-                failure = f"{name} gives different numbers than xla: {difference:.3g} times the tolerance"
+                failure = f"{name} differs from xla by {difference:.3g} times the tolerance"
                 continue
             calls[name] = call
         times: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,8 +1,8 @@
 """Anchors for training block drafters: DFlash and DSpark train on one block after each anchor.
 
-The anchor, at column a of a packed row, is the pending token, and level k of its block predicts token a+k. Terms and
-masks keep the layout of MTP depths, in which position i of depth k predicts token i+k+1. An anchor's block is therefore
-at position a-1, and all other positions are invalid.
+The anchor is the pending token, at column a of a packed row. Level k of its block predicts token a+k. Terms and masks
+keep the layout of MTP depths, in which position i of depth k predicts token i+k+1. An anchor's block is therefore
+stored at position a-1, and all other positions are invalid.
 """
 
 from collections.abc import Callable
@@ -64,13 +64,13 @@ def anchor_terms(
     """Computes the loss terms of a block drafter. They are 0 at positions without an anchor.
 
     Args:
-        compute: computes terms from the output of an MTP pass, whose arrays are `[B, T, ...]`, and from its targets.
-        output: the trunk's arrays are `[B, T, ...]`, the levels' arrays `[B, A, ...]`.
+        compute: computes the terms from an MTP pass's output, with arrays `[B, T, ...]`, and its targets.
+        output: the forward pass. The trunk's arrays are `[B, T, ...]`, and the levels' arrays are `[B, A, ...]`.
         targets: `[1 + K, B, T]` int32.
         anchors: `[B, A]` from `draw_anchors`.
 
     Returns:
-        The terms, `[1 + K, B, T]` and `[K, B, T]`.
+        The terms: cross-entropy `[1 + K, B, T]`, KL and overlap `[K, B, T]`.
     """
     (B, A), T, K = anchors.shape, targets.shape[2], len(output.mtp_logits)
     # 1. The trunk, at all positions.

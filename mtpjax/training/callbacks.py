@@ -18,9 +18,9 @@ class TrainEvent:
         step: number of updates done.
         progress: fraction of the run that is done, 0..1.
         seconds: wall-clock time of the run so far, in seconds, including the time before a restart.
-        metrics: after an update `loss` (the training loss), `losses` (`[1 + num_depths]` cross-entropies of trunk and
-            depths in nats), `gradient_norm`, `is_finite`, `learning_rate` and `mtp_scale`. After an evaluation the
-            panel, as in `metrics.jsonl`. After a save the metrics of the last update, if there was one.
+        metrics: after an update, `loss` (the training loss), `losses` (`[1 + num_depths]` cross-entropies of trunk and
+            depths in nats), `gradient_norm`, `is_finite`, `learning_rate` and `mtp_scale`. After an
+            evaluation, the panel as in `metrics.jsonl`. After a save, the metrics of the last update, if there was one.
         state: parameters, with stacked trunk layers, and optimiser state. Valid only during the call: the next update
             reuses its memory, so copy what you keep.
         path: after a save, the folder that was written: a training state, or at the end `checkpoint/` or `drafter/`.

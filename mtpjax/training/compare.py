@@ -49,7 +49,7 @@ def read_run(folder) -> RunRecord:
         raise RunError(f"{folder / METRICS_FILE} is damaged: {error}") from error
     # The comparison shows the last evaluation, so there must be at least one.
     if not any("eval" in row for row in history):
-        raise RunError(f"{folder} has not evaluated yet: {METRICS_FILE} holds {len(history)} rows and no panel")
+        raise RunError(f"{folder} has no evaluation yet: {METRICS_FILE} holds {len(history)} rows and no panel")
     return RunRecord(str(folder), flatten_settings(settings), fingerprint, history)
 
 
@@ -60,9 +60,9 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
         runs: the runs; the first one is the baseline.
 
     Yields:
-        A `rich` table of the settings that differ, or a sentence if none differ. Then lines that say which speed-ups
-        can be trusted and why others cannot, and a table of the metrics at each run's last evaluation, with their
-        differences from the first run.
+        First a `rich` table of the settings that differ, or a sentence if none differ; then lines that say which
+        speed-ups can be trusted and why the others cannot; then a table of the metrics at each run's last evaluation,
+        with their differences from the first run.
     """
     names = short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.
@@ -96,7 +96,7 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
 
 
 def _timed(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Returns the decoded metrics over all prompts of a run's last evaluation, by kind; only kinds with a speed-up."""
+    """Returns a run's last decoded metrics over all prompts, by kind, for the kinds that have a speed-up."""
     kinds = run.last_evaluation["eval"].get("decoded", {}).get("overall", {})
     return {kind: row for kind, row in kinds.items() if row["speed_up"] is not None}
 
@@ -121,7 +121,7 @@ def _metrics(run: RunRecord) -> dict[str, float]:
 
 def _format_cells(values: Sequence[float | None], problems: Sequence[str | None] = ()) -> Iterator[str]:
     first = values[0]
-    # Counts need no fraction; rates and lengths also show their difference from the first run. A number that cannot be
+    # Counts have no decimals; rates and lengths also show their difference from the first run. A number that cannot be
     # trusted has a mark and no difference.
     for number, value in enumerate(values):
         if value is None:

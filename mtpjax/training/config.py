@@ -16,7 +16,7 @@ from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 from mtpjax.training.objective import Objective
 
-MAX_LEARNING_RATE = 100.0  # far above any real value: a larger one is a typo
+MAX_LEARNING_RATE = 100.0  # far above any real value: a larger value is a typo
 MAX_DEPTHS = 64  # each depth is compiled; many more would take hours
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
 # Settings of every drafter with separate files; a method may add more (`DraftTraining.settings`).
@@ -52,7 +52,7 @@ class TrainConfig:
             a folder, or `org/name` or `org/name@revision` on the Hugging Face Hub. A checkpoint without MTP modules
             gets one, or the number in `model.num_mtp_modules`, which is the only field of `model` that may be set. Its
             `tokenizer.json`, if it has one, is the default tokenizer.
-        model_type: the family to read `init_from` as, instead of the `model_type` in its `config.json`.
+        model_type: model family of `init_from`; overrides the `model_type` in its `config.json`.
         drafter: the drafter to train. "mtp" trains the model's MTP modules. The other methods train a drafter with
             separate files on the frozen trunk of `init_from`, without its MTP modules, and set `trains` to "modules":
             "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774) with `num_depths` heads, "dflash"
@@ -64,12 +64,12 @@ class TrainConfig:
             equal the number of Medusa heads, or the number of drafts in a block.
         draft_reading: arguments of `load_drafter` that say how to read `draft_init_from`, such as
             `{"aux_layers": "output"}`, as a dict or as pairs. On the command line: `draft_reading.aux_layers=output`.
-        draft_vocab_size: size of a new drafter's vocabulary: the most frequent tokens of the training rows. 0: all
-            tokens.
+        draft_vocab_size: number of tokens that a new drafter can draft, which are the most frequent ones in the
+            training rows. 0: all tokens.
         draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read. With L layers, L means the output
-            of the last layer, and L + 1 the output of the final norm. (): for EAGLE-3 layers 2, L / 2 and L - 3, or
-            thirds of a trunk with fewer than 7 layers; for the others five layers from 2 to L - 2, or from 1 to L in a
-            trunk with fewer than 8 layers.
+            of the last layer, and L + 1 the output of the final norm. (): for EAGLE-3, layers 2, L / 2 and L - 3, or
+            layers at thirds of a trunk with fewer than 7 layers; for the others, five layers from 2 to L - 2, or from 1
+            to L in a trunk with fewer than 8 layers.
         draft_num_layers: number of layers in a DFlash or DSpark drafter. None: 5.
         draft_anchors: maximum number of blocks per row for DFlash and DSpark. Every update draws new anchors. None:
             512.
@@ -89,7 +89,7 @@ class TrainConfig:
             decides whether it is read as text or as records with texts or conversations (`mtpjax.data.config.Source`).
         pattern: glob pattern that selects files in the folder `data`, such as `*.md`. The default reads all files
             except hidden and binary ones.
-        sources: data sources, mixed by their weights, instead of `data`.
+        sources: data sources to use instead of `data`, mixed by their weights.
         tokenizer: folder or Hub repository with a `tokenizer.json`. None: the tokenizer of `init_from`, or bytes if
             there is none.
         extra_tokens: number of tokens by which a row overlaps the next one. `num_depths + 1` keeps all targets of every
@@ -308,7 +308,7 @@ class TrainConfig:
         object.__setattr__(self, "trains", "modules")
 
     def _check_unused(self):
-        """Rejects settings that other settings make ineffective, since the user expects an effect."""
+        """Rejects settings that other settings make ineffective, because a user who sets them expects an effect."""
         # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
         require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")
@@ -336,7 +336,7 @@ class TrainConfig:
         return getattr(self, name) == getattr(type(self), name)
 
     def _check_mesh(self):
-        """Checks the mesh, and that every device gets equally many rows of each microbatch."""
+        """Checks the mesh, and that all devices get the same number of rows of each microbatch."""
         sizes = check_mapping("mesh", self.mesh)
         for name, size in sizes.items():
             require_choice("mesh axis", name, ("data", "fsdp", "expert"))
@@ -346,7 +346,7 @@ class TrainConfig:
         parts, rows = self.accumulation * math.prod(sizes.values()), self.batch_size
         require(
             rows % parts == 0,
-            f"batch_size {rows} is not a multiple of {parts}, accumulation {self.accumulation} times the mesh {sizes}",
+            f"batch_size {rows} is not a multiple of {parts} (accumulation {self.accumulation} x mesh {sizes})",
         )
 
 

@@ -67,8 +67,8 @@ class Corpus(NamedTuple):
     def batches(self, batch_size: int, *, seed: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yields batches of training rows endlessly, as a run of `mtpjax.train` uses them.
 
-        The n-th batch depends only on the rows, `seed` and n, so a resumed loop passes the number of batches that it
-        has used as `start`.
+        The n-th batch depends only on the rows, `seed` and n, so a resumed loop passes as `start` the number of
+        batches that it has already used.
 
         Args:
             batch_size: rows per batch, B.
@@ -98,8 +98,8 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         The corpus.
 
     Raises:
-        ValueError: too many documents of a source are unusable, there are too few to hold any out, or the trunk or a
-            depth has no target.
+        ValueError: too many documents of a source are unusable, there are too few documents to hold any out, or the
+            trunk or a depth has no target.
         FileNotFoundError: the sources contain no text.
 
     Example:
@@ -114,7 +114,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         >>> next(corpus.batches(4)).tokens.shape
         (4, 32)
     """
-    # The tokenizer: from the settings, else from the initial checkpoint, else bytes.
+    # The tokenizer comes from the settings or else from the initial checkpoint. Without either, tokens are bytes.
     folder = None if config.tokenizer is None else str(huggingface_folder(config.tokenizer))
     if folder is None and config.init_from is not None:
         # A converted checkpoint keeps the tokenizer of the original in a separate folder.

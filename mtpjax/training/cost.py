@@ -36,14 +36,14 @@ def read_training_cost(folder) -> TrainingCost | None:
         folder: a run folder, its `drafter/` or `checkpoint/`, or any other path.
 
     Returns:
-        The cost; None if the folder is not a run that trained only a drafter, or has too few logged updates.
+        The cost; None if the folder is not from a run that trained only a drafter, or has too few logged updates.
     """
     folder = pathlib.Path(folder)
     folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
     try:
         (settings,) = read_run_file(folder)
-        # A run that trained trunk and modules together does not show the cost of the modules. Nor does a run that
-        # continued training a drafter show the cost of earlier updates.
+        # A run that trained trunk and modules together does not show the cost of the modules alone. A run
+        # that continued training a drafter does not show the cost of earlier updates.
         if settings["trains"] != "modules" or settings.get("draft_init_from"):
             return None
         tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])

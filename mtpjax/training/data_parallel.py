@@ -25,7 +25,7 @@ def make_run_mesh(config: TrainConfig) -> Mesh | None:
     """Makes the mesh for a run; returns None for a single device."""
     sizes, is_multiprocess = dict(config.mesh), distributed.is_multiprocess()
     devices = distributed.mesh_devices(sizes)
-    # Clocks differ between processes, which would then end after different numbers of updates.
+    # Clocks differ between processes, so the processes would end after different numbers of updates.
     if is_multiprocess and config.seconds < math.inf:
         raise ValueError(
             f"seconds {config.seconds} is unsupported with several processes, whose clocks differ: use steps"

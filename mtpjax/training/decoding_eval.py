@@ -32,7 +32,7 @@ from mtpjax.training.panel import KIND_TEMPERATURES, DecodedMetrics
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 PROMPTS_PER_BATCH = 32  # prompts per batch, each at both temperatures
 COST_TIMINGS = 7  # timings of a round's parts at the end of a run
-MAX_TIME_SHARE = 0.05  # largest fraction of the run's time for decoding during training
+MAX_TIME_SHARE = 0.05  # maximum fraction of the run's time to spend on decoding during training
 FIRST_DECODING_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
 log = logging.getLogger("mtpjax.train")
 
@@ -40,13 +40,13 @@ log = logging.getLogger("mtpjax.train")
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    An evaluation during the run decodes one batch of prompts, unless all decoding would take more than the fraction
-    `MAX_TIME_SHARE` of the run's time. The last evaluation decodes all prompts and also measures the costs of a round.
+    An evaluation during the run decodes one batch of prompts, unless decoding would take more than the fraction
+    `MAX_TIME_SHARE` of the run's time in total. The last one decodes all prompts and also measures a round's costs.
 
     Args:
         corpus: the data of the run.
         model: the model as it trains, with stacked layers for MTP modules.
-        num_depths: draft levels; 0: nothing is decoded.
+        num_depths: number of draft levels; 0: decode nothing.
         max_prompts: maximum number of prompts.
         acceptance: the acceptance rule, as in `DecodeConfig`.
         drafter: the separate drafter, whose speed-up is not measured; None: MTP modules.
@@ -95,7 +95,7 @@ class PanelDecoder:
         """Decodes prompts and measures their acceptance.
 
         Args:
-            is_last: decode all prompts and measure the speed-up, instead of one batch.
+            is_last: decode all prompts instead of one batch, and measure the speed-up.
 
         Returns:
             Metrics by category ("overall" first) and kind ("greedy", "sampled"). Empty if there are no prompts or draft
@@ -119,7 +119,7 @@ class PanelDecoder:
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
             decoded, counts = self._decode(model, params, chosen, 2 * batch_prompts)
-            # The clocks of several processes differ.
+            # Several processes measure no speed-up, because their clocks differ.
             if is_last and self.drafter is None and not is_multiprocess():
                 decoded = self._add_speed_up(model, params, decoded, counts)
         except jax.errors.JaxRuntimeError as error:
@@ -130,7 +130,7 @@ class PanelDecoder:
         return decoded
 
     def _decode(self, model: MTPModel, params: dict, chosen, batch_size: int):
-        """Returns the metrics by category and kind, and for each its rounds `[P]` and accepted drafts `[P, K]`."""
+        """Returns the metrics by category and kind, with the rounds `[P]` and accepted drafts `[P, K]` of each."""
         # Every prompt appears once per temperature: greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
         temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))

@@ -34,8 +34,8 @@ class TrainSpec:
 
     Attributes:
         model: the model with stacked layers; for a drafter, its unrolled trunk.
-        num_depths: draft depths with a loss.
-        trains: the trained part, as in `TrainConfig`. For "modules" the frozen parameters have no backward pass.
+        num_depths: number of draft depths with a loss.
+        trains: the trained part, as in `TrainConfig`. With "modules", the frozen parameters have no backward pass.
         objective: the draft losses.
         objective_function: computes the loss from `LossInputs`, instead of `objective`.
         attention_layout: "ttt" or "stream", as in `TrainConfig`.
@@ -44,7 +44,7 @@ class TrainSpec:
         mesh: shards the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
         drafter: the drafter that trains instead of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
         num_anchors: maximum number of anchors per row, for a drafter that draws them.
-        seed: random seed for the anchors, which depend only on it and on the step.
+        seed: random seed for the anchors, which depend only on this seed and on the step.
 
     Example:
         >>> from mtpjax import MTPModel, presets
@@ -116,8 +116,8 @@ def loss_and_gradients(
 
     Returns:
         `((loss, losses), gradients)`: the loss `[]` and the cross-entropy of each depth `[1 + num_depths]`, as in
-        `mtpjax.training.losses.objective_loss`, and the gradients of the trained parameters. Summed over all rows of
-        the batch, they are the values of the batch.
+        `mtpjax.training.losses.objective_loss`, and the gradients of the trained parameters. Summed over all parts
+        of the batch, they give the values for the whole batch.
     """
     objective, trainable = spec.objective, trainable_params(params, spec.trains)
 
@@ -203,7 +203,7 @@ def sum_over_parts(function: Callable[[Any], Any], parts: Any) -> Any:
 
 
 def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spec: TrainSpec) -> PositionTerms:
-    """Computes the terms from logits, or with `vocab_chunk` from hidden states and heads.
+    """Computes the terms from logits, or from hidden states and heads if `vocab_chunk` is set.
 
     In the second case nothing reads the logits in `output`, and jit removes their computation.
     """

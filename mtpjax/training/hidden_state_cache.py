@@ -2,12 +2,12 @@
 
     manifest.json          identity of trunk and rows, and the sha256 of every complete file
     000000.npy …           blocks of final hidden states `[rows, T, D]`; bfloat16 is stored as its bits, in uint16
-    000000.layer2.npy …    the states of the same rows that enter layer 2
+    000000.layer2.npy …    the states that enter layer 2, for the same rows
     .lock                  held while a process checks or computes blocks
 
 Files are written atomically, so a run that was killed continues after its last complete block. Runs with the same trunk
-and rows can share a folder, even if drafters, objectives, depths, batch sizes and seeds differ. A run computes the
-layers that it reads and that are missing.
+and rows can share a folder, even if drafters, objectives, depths, batch sizes and seeds differ. A run computes only
+the layers that it reads and that the cache does not hold yet.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class HiddenStateCache:
     Args:
         files: for each block, in order, one file per kind of state. They are memory-mapped.
         dtype: dtype of the states.
-        rows_per_block: number of rows in every block except the last.
+        rows_per_block: number of rows in every block except the last, which may have fewer.
     """
 
     def __init__(self, files: list[list[pathlib.Path]], dtype: str, rows_per_block: int):
@@ -113,9 +113,9 @@ def open_hidden_state_cache(
     """
     identity = _cache_identity(params, rows, model, dtype)
     pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
-    # A block holds whole passes, and at least one. An existing manifest keeps its own block size.
+    # A block holds a whole number of passes, at least one. An existing manifest keeps its own block size.
     rows_per_block = batch_size * max(1, BLOCK_BYTES // pass_bytes)
-    # All processes compute together, and the first one reads and writes the folder.
+    # All processes compute together, and only the first one reads and writes the folder.
     with distributed.in_main_process(_lock_and_check, folder, identity, rows_per_block, rows, layer_ids) as opened:
         folder, manifest = pathlib.Path(opened[0]), opened[1]
         size, digests = manifest["rows_per_block"], manifest["blocks"]
@@ -152,7 +152,7 @@ def _file_names(manifest: Mapping[str, Any], rows: Batch, layer_ids: tuple[int, 
 def _lock_and_check(
     folder, identity: dict[str, Any], rows_per_block: int, rows: Batch, layer_ids: tuple[int, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Locks a folder, and yields its path and manifest, from which damaged files that this run reads are removed."""
+    """Locks a folder, and yields its path and its manifest without the damaged files that this run would read."""
     with run_dir.lock_folder(folder, wait=True) as folder:
         # Remove files that a killed process left incomplete.
         for file in folder.glob(".tmp-*"):
@@ -195,7 +195,7 @@ def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> d
         "dtype": dtype,
         "config": config,
     }
-    # Through JSON, so that tuples compare equal to the lists of a stored manifest.
+    # Convert through JSON, so that tuples compare equal to the lists of a stored manifest.
     return json.loads(json.dumps(identity))
 
 

@@ -58,7 +58,7 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
 def add_drafter(
     params: dict, initial: InitialDrafter, *, config: TrainConfig, corpus: Corpus, model: MTPModel
 ) -> tuple[dict, TrainedDrafter]:
-    """Adds a drafter to its trunk's parameters, under `DRAFTER` (float32) and `DRAFT_IDS`. Fits a new one first."""
+    """Adds a drafter to its trunk's parameters, as `DRAFTER` (float32) and `DRAFT_IDS`. Fits a new drafter first."""
     if initial.params is not None:
         return params | initial.params.beside_trunk(), initial.drafter
     drafter, ids = fit_to_data(initial.drafter, config, corpus)
@@ -144,7 +144,7 @@ def add_new_drafter(
         model: the trunk.
         method: the drafter's method.
         drafter: the drafter.
-        draft_ids: `[R]` int32 token id of each column of its head; None: column j is token j.
+        draft_ids: `[R]` int32 token id of each column of the drafter's head; None: column j is token j.
         key: a `jax.random` key.
 
     Returns:

@@ -31,11 +31,11 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
     """
     key = jax.random.key(config.seed)
     if config.init_from is None:
-        # New weights.
+        # Make new weights.
         model = MTPModel(config.model_config, scan_layers=True, implementation=config.implementation)
         _check_modules_and_experts(config, model)
         return model, functools.partial(init_params, model, key, mesh)
-    # A checkpoint. A trunk without MTP modules gets one to train, or as many as the settings say.
+    # Load a checkpoint. A trunk without MTP modules gets one to train, or as many as the settings say.
     model, params = checkpoint.load(
         config.init_from,
         dtype=jnp.float32 if config.trunk_dtype == "float32" else None,

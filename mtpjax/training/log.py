@@ -59,7 +59,7 @@ class MetricsLog:
 
     def record(self, row: dict[str, Any]) -> None:
         """Appends a row, a dict with at least `step`."""
-        # The history holds rows as JSON returns them, as after a restart: lists for tuples, strings for keys.
+        # Convert rows through JSON, so that the history is the same after a restart: tuples become lists, keys strings.
         self.history.append(json.loads(json.dumps(row)))
         if self.writer:
             self.writer.append([row])

@@ -1,4 +1,4 @@
-"""Losses of trunk and draft depths: pure functions of tokens and of logits, or of terms per position.
+"""Losses of trunk and draft depths: pure functions of tokens and logits, or of terms per position.
 
 A draft depth minimises a mix of objectives (`mtpjax.training.config.Objective`). Let p be the trunk's distribution for
 the token that a depth predicts, q the draft's distribution, and `alpha = sum min(p, q) = 1 - TV(p, q)` the probability
@@ -34,7 +34,7 @@ def depth_targets(
     """Returns the targets of a depth and which of them are valid.
 
     The target of position i is t[i+depth+1]. It is valid if it is inside the row, in the same document as position i,
-    and unmasked; the loss mask belongs to the target token, not to position i.
+    and unmasked; the loss mask applies to the target token, not to position i.
 
     Args:
         tokens: `[B, T]` int32.
@@ -80,7 +80,7 @@ class BatchTotals(NamedTuple):
 
     Attributes:
         num_valid: `[1 + depths]` number of valid targets.
-        num_reached: `[]` number of drafts in all chains that end-to-end total variation counts.
+        num_reached: `[]` number of drafts that end-to-end total variation counts, over all chains.
         overlap: `[depths]` mean overlap over valid targets, for the LK hybrid's w; gets no gradient.
     """
 
@@ -119,8 +119,8 @@ def lk_hybrid(
 def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: BatchTotals | None = None) -> jax.Array:
     """Computes the end-to-end total variation loss `1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, eq. 13).
 
-    Position i anchors the chain of its depths 1..K, where K ends before the first invalid depth. The mean is over the
-    depths of all chains, so a long chain weighs more than one cut short by the end of its document.
+    Position i anchors the chain of its depths 1..K, where K is the last depth before an invalid one. The mean is over
+    the depths of all chains, so a long chain weighs more than one cut short by the end of its document.
 
     Args:
         overlap: `[depths, B, T]` alpha, 1 - TV(p, q).
@@ -236,7 +236,7 @@ def multi_depth_loss(
     objective: Objective = Objective(),  # noqa: B008, frozen
     progress: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the loss of a forward pass from its logits: `objective_loss` with `plain_terms`.
+    """Computes the loss of a forward pass from its logits, by calling `objective_loss` with `plain_terms`.
 
     By default, this is `L_main + mtp_scale / D * sum L_k` with D depths (DeepSeek-V3, equation 25).
 
@@ -276,7 +276,7 @@ def mtp_scale_at(progress: float, *, scale: float, final: float, switch: float) 
         progress: fraction of the run that is done, 0..1.
         scale: lambda before the switch.
         final: lambda after the switch.
-        switch: fraction of the run at which it changes.
+        switch: fraction of the run at which lambda changes.
 
     Returns:
         Lambda.
@@ -295,12 +295,12 @@ class LossInputs(NamedTuple):
     Values that an objective does not read are not computed.
 
     Attributes:
-        loss: `[]` the loss that the run minimises without a custom objective: `inputs.loss + extra` adds to it.
+        loss: `[]` the loss that the run minimises without a custom objective. `inputs.loss + extra` adds a term to it.
         terms: cross-entropy of trunk and depths, and the depths' KL and overlap with the trunk, at each position.
         targets: `[1 + num_depths, B, T]` int32, the token that trunk (0) and depth k predict at each position.
         is_valid: `[1 + num_depths, B, T]` bool, which targets count.
         output: logits and hidden states of trunk and depths; for a block drafter, the levels' arrays hold only the
-            anchors, `[B, A, ...]`. Reading logits stores them, even with `vocab_chunk`.
+            anchors, `[B, A, ...]`. If the objective reads the logits, they are stored, even with `vocab_chunk`.
         totals: counts of valid targets in the whole batch; `mean` uses them.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1.

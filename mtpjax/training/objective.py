@@ -19,7 +19,7 @@ class Objective:
     "end_to_end_tv", whose formulas are in `mtpjax.training.losses`.
 
     Args:
-        mix: weight of each objective by name, as a dict or as pairs; kept as pairs. (): `TrainConfig` sets it to
+        mix: weight of each objective by name, as a dict or as pairs; stored as pairs. (): `TrainConfig` sets it to
             cross-entropy if `trains` is "all", and to KL if the draft losses do not reach the trunk.
         start: mix at update 0, interpolated linearly to `mix` over the first `warmup` of the run. (): `mix` from the
             beginning.
@@ -60,7 +60,7 @@ class Objective:
                 require(isinstance(weight, numbers.Real), f"the weight of {name} must be a number, got {weight!r:.80}")
                 check_range(f"the weight of {name}", weight, 0)
             object.__setattr__(self, field, tuple(weights.items()))
-        # A warm-up needs a mix to start from, and a start needs a warm-up that leaves it.
+        # A warm-up needs a mix to start from, and without a warm-up `start` has no effect.
         check_range("warmup", self.warmup, 0, 1)
         require(
             bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} must be set together"

@@ -41,7 +41,7 @@ class DecodedMetrics:
         overlap: per draft level, mean of `1 - TV(p, q)` over positions.
         speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's passes; None: not
             measured.
-        speed_up_low: lower end of its 95 % interval over prompts and timings.
+        speed_up_low: lower end of the speed-up's 95 % interval over prompts and timings.
         speed_up_high: upper end of the interval.
         waited: fraction of the timed duration that threads spent waiting for a CPU core.
         problem: why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
@@ -69,7 +69,7 @@ class Panel:
     """Teacher-forced acceptance metrics on held-out rows, over all positions; index k-1 is draft level k.
 
     Decoding drafts at other positions (after its last rejection, on its own text), so its accept lengths differ from
-    these estimates; `decoded` has the acceptance measured by decoding.
+    these estimates; `decoded` holds the acceptance measured by decoding.
 
     Attributes:
         bits_per_token: cross-entropy against the data, for the trunk and then for each level.
@@ -215,7 +215,7 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
 
 
 def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
-    title = "speed-up over plain decoding at batch 1\nthat the measured costs of a round allow"
+    title = "ideal speed-up over plain decoding at batch 1,\nfrom the measured costs of a round"
     table = _category_table(title, ("T", "accept\nlength", "speed-up (95 %)"))
     # For an untrusted measurement, the row says why.
     table.add_column("problem")

@@ -85,8 +85,8 @@ def _draw_lengths(axis, evaluations: History) -> None:
     for number, (kind, survival) in enumerate({"greedy": "survival", "sampled": "sampled_survival"}.items()):
         look: dict[str, Any] = {"color": colour(-1 - number)}
         keys.append(legend_key(f"temperature {KIND_TEMPERATURES[kind]:g}", **look, linewidth=4))
-        # Dotted: the estimate over all positions. Points with error bars and crosses: decoded and predicted accept
-        # lengths, at the evaluations that also decoded.
+        # The dotted line is the estimate over all positions. At evaluations that also decoded, points with error bars
+        # are decoded accept lengths, and crosses are predicted ones.
         estimated = [1 + sum(row["eval"][survival]) for row in evaluations]
         axis.plot(steps, estimated, ".:", **look)
         decoded = {row["step"]: _overall_decoded(row)[kind] for row in evaluations if kind in _overall_decoded(row)}
@@ -179,5 +179,5 @@ def _accept_lengths(decoded: Iterable[Mapping[str, float]]) -> list[tuple[float,
 
 
 def _length_limits(longest: float) -> tuple[float, float]:
-    """Returns axis limits for accept lengths, starting at 1: the length if no draft is accepted."""
+    """Returns axis limits for accept lengths, starting at 1, the length if no draft is accepted."""
     return 1 - 0.05 * (longest - 1), 1 + 1.05 * (longest - 1)

@@ -82,7 +82,7 @@ def chunked_terms(
         hidden: `[B, T, D]` for the trunk and every depth, as the head reads them.
         heads: the distinct heads `[D, V]`.
         targets: `[1 + depths, B, T]` int32.
-        head_of: the index of its head, for the trunk and every depth.
+        head_of: for the trunk and every depth, the index of its head in `heads`.
         vocab_chunk: columns per chunk, at least 1.
         compares_with_trunk: compute KL and overlap, in a second pass over the chunks; otherwise both are 0.
         implementation: "xla" runs the loop in this module; other values choose a kernel
@@ -208,7 +208,7 @@ def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_tru
 def _xla_terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
     """Computes the gradients of hidden states and heads.
 
-    With z the draft's logits: `dCE/dz = q - onehot`, `dKL/dz = q - p`, and
+    For the draft's logits z: `dCE/dz = q - onehot`, `dKL/dz = q - p`, and
     `d overlap/dz = q (1[q < p] - sum of q where q < p)` (2602.23881). p gets no gradient.
     """
     hidden, heads, targets, normaliser, below = residuals

@@ -30,7 +30,7 @@ PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
 # Beginnings of statements: one of them is the prompt in the command that the quickstart prints at the end.
 STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
 EXAMPLE_TEMPERATURES = (0.0, 0.8)
-MAX_REPEATED_SHARE = 0.2  # largest `repeated_share` of an example's continuation
+MAX_REPEATED_SHARE = 0.2  # maximum `repeated_share` of an example's continuation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Measured:
         waited: fraction of each setting's time that threads waited for a CPU core; the mean over rounds.
         negative: settings with a call that took no longer than its prefill.
         costs: costs of a round's passes, measured in the process of the fastest plain setting.
-        waited_for_costs: the fraction as in `waited`, while the costs were measured.
+        waited_for_costs: the fraction of time that threads waited for a CPU core while the costs were measured.
     """
 
     seconds: dict[DecoderSetting, np.ndarray]
@@ -104,7 +104,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
 
     Returns the exit code: 4 if any speculative text differs from the plain one, else 0.
     """
-    # The first round finds the fastest plain setting; the others measure the costs in its process.
+    # The first round finds the fastest plain setting; the later rounds measure the costs in that setting's process.
     if rounds < 2:
         raise ValueError(f"rounds must be at least 2, not {rounds}")
     # 1. Train, and evaluate as many draft levels as decoding will use.
@@ -269,11 +269,11 @@ def _best_plain(seconds: dict[DecoderSetting, Any]) -> DecoderSetting:
 
 
 def _depth_result(depth: int, plain: DecoderSetting, settings, measured: Measured) -> DepthResult:
-    # The fastest setting of this depth.
+    # Find the fastest setting of this depth.
     seconds = measured.seconds
     same_depth = [setting for setting in settings if setting.num_steps == depth]
     setting = min(same_depth, key=lambda setting: np.median(seconds[setting].sum(1)))
-    # Acceptance, from the counts over all prompts.
+    # Compute acceptance from the counts over all prompts.
     rows = measured.answers[setting]
     num_rounds = sum(row["rounds"] for row in rows)
     accepted = np.sum([row["accepted"] for row in rows], axis=0)
@@ -286,7 +286,7 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, measured: Measure
     # The first token of a text comes from prefill, not from a round.
     tokens = sum(len(row["tokens"]) - 1 for row in rows)
     # The costs are relative to an unpadded plain step in the process of the plain setting. They limit the ratio only if
-    # both settings ran like that.
+    # both settings ran under these conditions.
     ideal = measured.costs.ideal_ratio(accept_length, chain_shape(depth))
     has_own_costs = (setting.threads, 1) == (plain.threads, plain.min_rows)
     waited = max(measured.waited[setting], measured.waited[plain], measured.waited_for_costs)

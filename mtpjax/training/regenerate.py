@@ -1,8 +1,8 @@
 """Regenerates a data set: replaces its answers with the model's own, to train drafters on.
 
 Drafts are accepted more often if the drafter is trained on text that the model would write. Records are processed in
-windows. The prompts in a window are decoded in batches of similar length, turn by turn, and its records are then
-appended in input order. Windows, batches and seeds depend only on the settings and on the records' positions in the
+windows. The prompts in a window are decoded in batches of similar length, turn by turn, and the window's records are
+then appended in input order. Windows, batches and seeds depend only on the settings and the records' positions in the
 input, so an interrupted run continues after its last complete window and writes the same bytes as an uninterrupted one.
 """
 
@@ -41,13 +41,13 @@ class RegenerationRequest:
     """The records to answer, and how to answer them.
 
     Args:
-        paths: files with one kind of content: conversations, prompts, or documents.
+        paths: files that all hold the same kind of content: conversations, prompts, or documents.
         config: decoding settings, with a fixed depth.
         sampling: sampling parameters, without seeds.
         chat: treat prompts as user messages and apply the chat template.
         prompt_tokens: number of tokens to keep from each text; None: all tokens of a prompt, 64 of a document.
         batch_size: maximum number of records decoded together.
-        seed: random seed. The random numbers for an answer depend on it, on the record's index and on the turn.
+        seed: random seed. The random numbers for an answer depend on this seed, the record's index and the turn.
 
     Raises:
         ValueError: the files have several kinds of content, or a setting is out of range or unsupported.
@@ -128,7 +128,7 @@ def regenerate(
         tally, done = Tally(**counts), 0
         if output is not None:
             output.tally = tally
-        # Windows already in the output are read again, so that records keep their numbers, but not decoded.
+        # Windows already in the output are read again, so that records keep their numbers, but are not decoded again.
         while window := list(itertools.islice(records, request.batch_size * BATCHES_PER_WINDOW)):
             done += len(window)
             if window[0][0] >= tally.read:
@@ -139,7 +139,7 @@ def regenerate(
                 tally.seconds += time.perf_counter() - begin
                 if output is not None:
                     output.append(written)
-                # Batches of many lengths compile many programs.
+                # Batches of many lengths compile many programs, which take memory.
                 free_programs_if_full()
                 progress(tally, done / num_records)
     if not tally.regenerated:

@@ -267,8 +267,8 @@ class Run:
     def evaluate(self, *, is_last: bool = False) -> Panel:
         """Measures the acceptance panel and logs it."""
         clock, panel = self.clock, acceptance_panel(self.state.params, self.corpus.panel_rows, **self.panel_settings)
-        # Before the end, decode prompts only while this takes a small fraction of the time, as the first process
-        # measures it.
+        # Before the end, decode prompts only while decoding takes a small fraction of the run's time. The clock of the
+        # first process decides.
         if is_last or distributed.from_main_process(self.decoder.is_within_time_share(clock.seconds)):
             panel = dataclasses.replace(panel, decoded=self.decoder.measure(self.state.params, is_last=is_last))
         self.log.record({"step": clock.step, "seconds": clock.seconds, "eval": panel.to_json()})
@@ -348,7 +348,7 @@ class Run:
     def _evaluate_saved(self, params: dict, path: pathlib.Path, is_state_saved: bool) -> tuple[Panel, dict[str, Any]]:
         """Evaluates and plots the saved model. Returns the panel, and further metadata for the checkpoint.
 
-        The metadata are the panel, and for MTP modules the record with which a loader checks its drafts
+        The metadata hold the panel and, for MTP modules, the record that a loader uses to check their drafts
         (`mtpjax.evaluation.self_check`). Everything trained is already saved, so a stop signal here ends the run at
         once.
         """

@@ -45,7 +45,7 @@ CHECKPOINT_FOLDER, PLOT_NAME, MODEL_FILE = "checkpoint", "panel", "model.yaml"
 # Holds the old settings while a run is being replaced. If the process dies, it shows that the other files belong to a
 # run.
 REPLACED_FILE = ".replaced-run.json"
-MAX_SETTINGS_BYTES = 64 << 20  # of run.json
+MAX_SETTINGS_BYTES = 64 << 20  # maximum size of run.json
 OWN_NAMES = (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER, METRICS_FILE, WANDB_ID_FILE, CHECKPOINT_FOLDER)
 OWN_NAMES += (DRAFTER_FOLDER, *(f"{PLOT_NAME}.{each}" for each in FORMATS), MODEL_FILE)
 log = logging.getLogger("mtpjax.train")
@@ -92,7 +92,7 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     If the process ends in between, the folder holds no run, and resuming is rejected.
 
     Returns:
-        The identifier of the new run, which its states carry.
+        The identifier of the new run, which is also stored in its states.
 
     Raises:
         RunError: `overwrite` is not set and the folder holds a run, or foreign files that a run would replace; or
@@ -129,7 +129,7 @@ def read_run_file(folder: pathlib.Path, *names: str) -> tuple[Any, ...]:
     """Reads `run.json`.
 
     Returns:
-        The settings of the run, and the values for `names`: "fingerprint" (of its data), "run" (its identifier).
+        The settings, and the values of `names`, which can be "fingerprint" (of the data) and "run" (the identifier).
 
     Raises:
         RunError: there is no such file, or it is damaged.
@@ -160,13 +160,13 @@ def check_outputs(folder: pathlib.Path) -> None:
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
     """Saves a training state, then deletes all but the newest `keep` states. All processes of a run must call it.
 
-    Returns True if the state was saved, and False after an error such as a full disk: older states are kept, and
-    training may continue.
+    Returns True if the state was saved, and False after an error such as a full disk. After an error, older states
+    are kept and training may continue.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
     path = state_path(folder, step)
     is_main_process = distributed.is_main_process()
-    # After resuming from an older state, a damaged state of this step may still be there.
+    # If the run resumed from an older state, a damaged state of this step may still be there.
     if is_main_process and not checkpoint.is_checkpoint(path):
         shutil.rmtree(path, ignore_errors=True)
     try:
@@ -187,7 +187,7 @@ def state_path(folder: pathlib.Path, step: int) -> pathlib.Path:
 
 
 def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None) -> tuple[Tree, dict[str, Any]] | None:
-    """Restores the newest complete state. Skips damaged ones with a warning that names the array.
+    """Restores the newest complete state. Skips damaged states with a warning that names the damaged array.
 
     Args:
         like: a state with the structure, shapes, dtypes and shardings to restore. Leaves that have no sharding, such as
@@ -216,7 +216,7 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
     metadata, config = reader.metadata, reader.config
     if not isinstance(metadata.get("step"), int) or not isinstance(metadata.get("seconds"), (int, float)):
         raise CheckpointError(f"{path} does not record its step and seconds")
-    # A state with different settings, seed or data would silently continue with wrong numbers.
+    # Resuming from a state with different settings, seed or data would silently give wrong numbers.
     if run_id is not None and metadata.get("run") != run_id:
         raise RunError(f"{path} belongs to a different run: remove it, or restore the states of this run")
     # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
@@ -235,7 +235,7 @@ class StopSignals:
     """Records stop signals. Call the object to find out whether one has arrived.
 
     Attributes:
-        received: numbers of the signals so far.
+        received: the signal numbers received so far.
         is_immediate: raise `KeyboardInterrupt` at the next signal instead of recording it. The trainer sets it once
             all trained parameters are saved.
     """
@@ -249,7 +249,7 @@ class StopSignals:
         return bool(self.received)
 
     def handle(self, number: int, frame: Any) -> None:
-        """Handles a signal: the training loop saves its state between two updates. A second Ctrl-C ends at once."""
+        """Records a signal. The training loop then saves its state between updates. A second Ctrl-C ends it at once."""
         del frame
         is_repeated = number == signal.SIGINT and signal.SIGINT in self.received
         self.received.append(number)

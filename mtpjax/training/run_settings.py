@@ -43,7 +43,7 @@ def check_settings(
         allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows different data.
 
     Raises:
-        RunError: the folder holds no run, the run is damaged, or another setting or the data differ; for settings, the
+        RunError: the folder holds no run, the run is damaged, or other settings or the data differ; for settings, the
             message shows both values.
     """
     before, data_before, run_id = read_run_file(folder, "fingerprint", "run")

@@ -46,7 +46,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             # Match the RMS of Adam's updates, so that both parts can use one learning rate (2502.16982).
             consistent_rms=0.2,
         )
-    # Decoupled decay, added after the core. The updates already point downhill, so the sign is negative.
+    # Decoupled decay, added after Adam or Muon. The updates already point downhill, so the sign is negative.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)
     # Detached modules are clipped by their own norm, so that large draft gradients do not shrink the trunk's update.
     clip = optax.clip_by_global_norm(config.gradient_clip)
@@ -92,7 +92,7 @@ def train_step(
     spec: TrainSpec,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Runs one update: losses, gradients, optimiser. Skips it if the loss or gradient norm is not finite.
+    """Runs one update: losses, gradients, optimiser. Skips the update if the loss or gradient norm is not finite.
 
     Args:
         state: the state before the update.

@@ -61,7 +61,7 @@ def _tensorboard(folder: pathlib.Path, step: int) -> Iterator[Write]:
         file.write_event(event.Event(wall_time=time.time(), step=step, **content))
         file.flush()
 
-    # A session start makes TensorBoard drop later steps of older files.
+    # A session-start event makes TensorBoard drop later steps of older files.
     add(step + 1, session_log=event.SessionLog(status=event.SessionLog.START))
     with contextlib.closing(file):
         yield lambda step, numbers: add(

@@ -9,7 +9,7 @@ from mtpjax.models.params import is_of_modules
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The state that an update changes. A pytree; `init_train_state` makes one, `train_step` returns a new one.
+    """The state that an update changes, a pytree. `init_train_state` makes one, and `train_step` returns a new one.
 
     Attributes:
         params: all parameters, with stacked trunk layers.

@@ -29,7 +29,7 @@ class TrainResult:
         panel: the last evaluation.
         history: every logged row of `metrics.jsonl`.
         drafter: the trained drafter, for `DecodeConfig(drafter=...)`; None: MTP modules were trained.
-        draft_params: its parameters.
+        draft_params: the drafter's parameters.
     """
 
     model: MTPModel

@@ -17,7 +17,7 @@ from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_change
 from mtpjax.safe_open import open_regular
 from mtpjax.training.config import TrainConfig
 
-MAX_YAML_BYTES = 1 << 20  # of a file, and of its text with aliases expanded
+MAX_YAML_BYTES = 1 << 20  # maximum size of a file, and of its text with aliases expanded
 REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
 # Settings that the command line sets with flags that all commands share, not with pairs.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
@@ -93,7 +93,7 @@ def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -
 
 
 def _check_key(key: str, known: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for an unknown key; `known` has the defaults of all settings."""
+    """Raises `ValueError` for an unknown key; `known` holds the defaults of all settings."""
     # A setting such as `mesh` has nested keys, so a key may also start with the name of a setting that is a mapping.
     parents = [name for name, default in known.items() if not isinstance(default, str | int | float)]
     if key not in known and not any(key.startswith(f"{name}.") for name in parents):

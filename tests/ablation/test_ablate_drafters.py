@@ -195,7 +195,7 @@ def test_the_report_names_the_drafter_and_compares_all():
     # One drafter without categories has nothing to compare.
     assert format_comparison([cell_row(1.5)], [MTP]) == []
     uneven = format_comparison(rows, [*methods, dataclasses.replace(long, training=TrainingCost(1, 64, 1.0, 1.0))])
-    assert uneven[-1] == "The drafters were not trained on equally many tokens."
+    assert uneven[-1] == "The drafters were not trained on the same number of tokens."
 
 
 def dflash_of_no_params():

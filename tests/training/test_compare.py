@@ -122,10 +122,10 @@ def test_one_run_and_equal_runs_are_shown(tmp_path, capsys):
         ({}, "is not a run folder: it has no run.json"),
         ({"run.json": "{"}, "is damaged: ValueError"),
         ({"run.json": "[1]"}, "is damaged: TypeError"),
-        ({"run.json": '{"settings": {}, "fingerprint": "x"}'}, "has not evaluated yet: metrics.jsonl holds 0 rows"),
+        ({"run.json": '{"settings": {}, "fingerprint": "x"}'}, "has no evaluation yet: metrics.jsonl holds 0 rows"),
         (
             {"run.json": '{"settings": {}, "fingerprint": "x"}', "metrics.jsonl": '{"step": 1, "bits": [2.0]}\n'},
-            "has not evaluated yet: metrics.jsonl holds 1 rows and no panel",
+            "has no evaluation yet: metrics.jsonl holds 1 rows and no panel",
         ),
     ],
 )
