@@ -1,7 +1,7 @@
 """Splits a projection into heads, normalises and rotates them, and appends keys and values to the cache in place.
 
-Limit: at decoding's few rows, the launch. One kernel replaces five: adding the parts of the projection, the norms and
-rotations, two cache writes, and the transposition of the queries.
+Bottleneck: the launch, because decoding has few rows. One kernel replaces five: adding the parts of the projection, the
+norms and rotations, two cache writes, and the transposition of the queries.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Computes latent attention's absorbed queries, and appends latents to the cache in place.
 
-Limit: at decoding's few rows, the launch. One kernel replaces up to seven: adding the parts of two projections, the
-latent's norm, two rotations, the product with the keys' up-projection, and the cache write.
+Bottleneck: the launch, because decoding has few rows. One kernel replaces up to seven: adding the parts of two
+projections, the latent's norm, two rotations, the product with the keys' up-projection, and the cache write.
 """
 
 import functools

@@ -51,7 +51,7 @@ def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entr
         num_entries: Rows in the cache, or pages in a pool.
     """
     if (values is None) == (value_width is None):
-        raise ValueError("pass either values or value_width, the columns of the keys that hold them")
+        raise ValueError("pass either values or value_width, the number of key columns that hold the values")
     sizes = num_entries, q.shape[1], keys.shape[2]
     expected = {"keys": (keys, (*sizes, q.shape[-1])), "values": (values, (*sizes, *np.shape(values)[-1:])), **others}
     expected = {name: pair for name, pair in expected.items() if pair[0] is not None}

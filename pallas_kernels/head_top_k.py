@@ -1,6 +1,6 @@
 """Finds an output head's largest logits without writing all logits to memory: op, kernel, reference.
 
-Limit: the bytes of the head, which the kernel reads once for up to 16 rows; the logits never reach memory.
+Bottleneck: reading the head, which the kernel does once for up to 16 rows. The logits are never written to memory.
 """
 
 import functools

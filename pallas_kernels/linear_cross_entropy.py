@@ -1,8 +1,8 @@
 """Cross-entropy, and distances between drafts and the trunk, from `hidden @ head` without storing the logits.
 
-Limit: multiplications. Let one product be 2 N D V operations, for N rows, width D and vocabulary V. The forward pass
-takes one product for cross-entropy, and a second one to compare drafts with the trunk. The backward pass takes one to
-recompute the logits and two for the gradients. That makes 4 products, or 5 with the comparison; storing all logits
+Bottleneck: multiplications. One product takes 2 N D V operations, for N rows, width D and vocabulary V. The forward
+pass needs one product for cross-entropy, and a second one to compare drafts with the trunk. The backward pass needs one
+to recompute the logits and two for the gradients. That makes 4 products, or 5 with the comparison; storing all logits
 needs 3. For large N, reading the head takes a small fraction of that time on an H100, so block sizes are chosen for
 multiplication.
 

@@ -1,6 +1,6 @@
 """Attention of many new tokens per row over the KV cache, without scores in memory (flash attention): op, kernel.
 
-Limit: multiplications. A program keeps a block of queries and iterates over the slots that they attend to, so the
+Bottleneck: multiplications. A program keeps a block of queries and iterates over the slots that they attend to, so the
 scores `[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2,
 2307.08691).
 """

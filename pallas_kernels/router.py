@@ -1,7 +1,8 @@
 """Routes tokens to experts, that is, computes the router logits and chooses the best experts: op, kernel, reference.
 
-Limit: at decoding's few rows, the launches. Two kernels replace eleven: the product, split over the processors because
-reading the router with one would take longer than all these launches, and the choice, one program per token.
+Bottleneck: the launches, because decoding has few rows. Two kernels replace eleven. The first computes the product,
+split over the processors because reading the router with only one would take longer than all these launches. The second
+chooses the experts, with one program per token.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Attention of a few queries per row over a long, ragged KV cache (flash decoding): op, kernel, reference.
 
-Limit: the bytes of the cache, each read once. Latent attention (MLA) with many heads shares each slot among all of
-them, so there multiplications are the limit.
+Bottleneck: reading the cache, each byte once. In latent attention (MLA) all heads share each slot, so with many heads
+the bottleneck is multiplications.
 """
 
 import dataclasses

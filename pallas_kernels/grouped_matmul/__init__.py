@@ -1,6 +1,6 @@
 """A mixture of SwiGLU experts: runs each token through the experts that the router chose for it.
 
-Limit: for few tokens, the bytes of the chosen experts' weights, each read once; for many tokens, multiplications. The
+Bottleneck: with few tokens, reading the chosen experts' weights, each byte once; with many tokens, multiplications. The
 kernels read only the weights of experts that at least one token chose. XLA's `ragged_dot` and dense products read all
 experts.
 """
