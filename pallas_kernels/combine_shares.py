@@ -121,7 +121,7 @@ def combine_latents_reference(outputs, log_sums, value_up, *, dtype):
 
 
 def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> jax.Array:
-    """Averages the shares of each query, weighted by their softmax sums, and multiplies the average by the head's matrix.
+    """Averages the shares of each query, weighted by softmax sums, and multiplies the average by the head's matrix.
 
     Args:
         outputs: [B, 1, Z, T, N, R] float32, the attention over each of Z shares of the slots; B * T <= 64.

@@ -21,7 +21,7 @@ def fit_params(
     """Fits parameters and model to a mesh.
 
     Args:
-        config: settings; `allow_copies` is read.
+        config: settings, of which only `allow_copies` is read.
         mesh: moves the parameters to this mesh; None leaves them where they are.
 
     Returns:

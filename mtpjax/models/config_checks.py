@@ -1,4 +1,4 @@
-"""Checks that the fields of a `ModelConfig` are consistent. Every function raises `ValueError` with the numbers."""
+"""Checks that the fields of a `ModelConfig` are consistent. Errors are `ValueError`s with the values."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ MAX_PARTS = 10_000  # layers, modules, or experts per layer; published models ha
 
 
 def check_sizes(config: Any) -> None:
-    """Checks the sizes and the per-layer lists, before the default sizes are known."""
+    """Checks the sizes and the per-layer lists, before missing sizes get their defaults."""
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     for name in (*sizes, "max_position_embeddings"):
         require(getattr(config, name) > 0, f"{name} must be positive, not {getattr(config, name)}")
@@ -17,7 +17,7 @@ def check_sizes(config: Any) -> None:
     require(0 <= tokens <= vocab_size, f"num_tokens {tokens} is not within 0..{vocab_size}")
     require(config.num_mtp_modules >= 0, f"num_mtp_modules must be at least 0, got {config.num_mtp_modules}")
     require(0 <= config.rms_norm_eps < math.inf, f"rms_norm_eps must be at least 0, got {config.rms_norm_eps}")
-    # Loading lists a name per layer and expert: an absurd number in a damaged file must not take minutes.
+    # Loading makes a list of names for every layer and expert, so an absurd number in a damaged file would stall it.
     for name in ("num_hidden_layers", "num_mtp_modules", "n_routed_experts"):
         require(getattr(config, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, is {getattr(config, name)}")
     for name in ("indexer_types", "layer_types", "swiglu_limits", "swiglu_limits_shared"):

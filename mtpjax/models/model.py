@@ -131,7 +131,7 @@ def _is_kept(primitive, *_, **settings) -> bool:
 
 
 class MTPModule(nn.Module):
-    """One MTP module: `hidden [B, T, D]` and `embedding [B, T, D]` of the following tokens to `[B, T, D]`.
+    """One MTP module: maps `hidden [B, T, D]` and the `embedding [B, T, D]` of the following tokens to `[B, T, D]`.
 
     DeepSeek-V3 (2412.19437, equations 21-23), in the order of its checkpoints: embedding first. Row i of module k reads
     the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's final norm, which the head
@@ -349,5 +349,5 @@ def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 
 def bind(model: MTPModel, params: dict) -> Callable[..., Any]:
-    """Binds parameters to a model: `bind(model, params)(tokens, view, method="run_trunk")` calls a method of it."""
+    """Binds parameters to a model: `bind(model, params)(tokens, view, method="run_trunk")` calls its `run_trunk`."""
     return functools.partial(model.apply, {"params": params})

@@ -48,7 +48,7 @@ def is_scaled(leaf) -> bool:
 
 
 def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """Multiplies `x [..., D]` by a weight `[D, ...]`: `[..., F]` in x's dtype, F the size of the weight's other axes.
+    """Multiplies `x [..., D]` by a weight `[D, ...]`, whose other axes are flattened to F: `[..., F]` in x's dtype.
 
     XLA first dequantises fp8 weights to an array in x's dtype; the kernel does not.
     """

@@ -118,8 +118,8 @@ def _dot(a, b, **transposed):
     """Multiplies with float32 accumulation.
 
     float32 factors are split into three bfloat16 numbers each, and six of their products together are as exact as a
-    float32 product. These products run on tensor cores. For unsplit factors, NVIDIA has no float32 matrix instructions,
-    and Triton would hold both operands in registers and spill them.
+    float32 product. These products run on tensor cores. NVIDIA has no float32 matrix instructions, and for float32
+    operands Triton would hold both in registers and spill them.
     """
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if a.dtype == jnp.float32 else None
     return plt.dot(a, b, precision=precision, **transposed)

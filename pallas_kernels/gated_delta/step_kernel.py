@@ -66,9 +66,9 @@ def _steps_kernel(
     q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref [padded, columns]. state_or_corrections_ref gets
     the last state [padded, columns], or the corrections [T, columns].
 
-    Calculated bottleneck on an H100 with heads of 128 x 128: for one token, reading and writing the state. Each further
-    token adds 4 operations per element of the state, so arithmetic may dominate from about 5 tokens on. At batch 1
-    there are too few programs to fill the memory pipeline, so the time is the latency of one load plus T steps.
+    Calculated bottleneck on an H100 with heads of 128 x 128: for one token, moving the state. Each further token adds 4
+    operations per element of the state, so arithmetic may dominate from about 5 tokens on. At batch 1 there are too few
+    programs to fill the memory pipeline, so the time is the latency of one load plus T steps.
     """
     (num_tokens, padded), columns = q_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns

@@ -42,7 +42,7 @@ def test_layers_with_a_window_have_what_is_not_given_from_the_others():
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match=r"unknown preset 'huge'; there are tiny, small, tiny-moe") as raised:
+    with pytest.raises(ValueError, match=r"unknown preset 'huge'; supported: tiny, small, tiny-moe") as raised:
         presets["huge"]
     assert "\n" not in str(raised.value)
 

@@ -1,7 +1,7 @@
 """The acceptance rules, one `AcceptanceRule` each. Does not import JAX, so that `--help` can list them.
 
-To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and add an `AcceptanceRule` here;
-all other code reads that. A user-defined rule is an `AcceptanceRule` in the user's module: pass it as
+To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and add an `AcceptanceRule` here,
+from which all other code reads it. A user-defined rule is an `AcceptanceRule` in the user's module: pass it as
 `DecodeConfig(acceptance=...)`, or as `--acceptance package.module:RECORD` on the command line.
 """
 
@@ -91,7 +91,7 @@ class AcceptanceRule:
 
 _EXACT: Any = {"is_exact": True, "needs_q": True, "reads_shard": True}
 _RULES = (
-    # Rules that follow the target's token after each node, so they are exact for any tree.
+    # These rules follow the target's token after each node, so they are exact for any tree.
     AcceptanceRule("greedy", follows="arg-max", is_exact=True),
     AcceptanceRule("sample", follows="sample", is_exact=True),
     # Ratio rules compare p with q. For chains:

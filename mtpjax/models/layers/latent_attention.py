@@ -245,7 +245,7 @@ class LatentAttention(nn.Module):
         return jnp.concatenate([latent, k_rope], axis=-1)
 
     def _expands(self, T: int, *, cached: bool) -> bool:
-        """Compares operations: expanding costs R(C+V) per key and head, but narrows each query from R+P to C+P."""
+        """Returns whether to expand, which costs R(C+V) per key and head, but narrows each query from R+P to C+P."""
         if self.expanded is not None:
             return self.expanded
         if is_batch_invariant():
