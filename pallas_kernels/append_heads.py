@@ -214,7 +214,7 @@ def _append_heads_kernel(
     rotated_groups = [(pair, pair < P), (pair + P, pair < P), *unrotated]
 
     def load(head, is_head):
-        """Loads heads, adds the parts and the bias: [heads, channels] of each group, in `dtype`."""
+        """Loads heads, and adds the parts and the bias; returns [heads, channels] of each group, in `dtype`."""
         loaded = []
         for channel, is_channel in groups:
             mask = is_head[:, None] & is_channel[None, :]

@@ -61,7 +61,7 @@ def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entr
 
 
 def describe(q, keys, *, is_windowed: bool) -> dict[str, int | str]:
-    """Describes a call over a contiguous cache, as `dispatch.choose` takes it."""
+    """Describes a call over a contiguous cache, in the form that `dispatch.choose` takes."""
     B, K, T, G, H = q.shape
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
     return shape | {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
@@ -80,7 +80,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the programs of an attention kernel have in common.
+    """The settings that all programs of an attention kernel share.
 
     Attributes:
         tiles: The programs' sizes.

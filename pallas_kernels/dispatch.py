@@ -123,7 +123,7 @@ def choose(
 
 
 def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check: Callable[[str], float]) -> bool:
-    """Returns whether an implementation matches the reference here; tested once per op and dtypes."""
+    """Returns whether an implementation matches the reference on this device; it is tested once per op and dtypes."""
     key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
     if key not in _process.agreed:
         # The caller is being traced, but the comparison must run now: in a thread, because JAX traces per thread.
@@ -146,7 +146,7 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Collects the op and shape of every call of `choose` inside the context, as in the measurements file.
+    """Collects the op and shape of every call of `choose` inside the context, in the format of the measurements file.
 
     Yields:
         A list of (op, shape), which grows with each call.

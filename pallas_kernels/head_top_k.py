@@ -47,7 +47,7 @@ def head_top_k(
         raise ValueError(f"head {head.shape}, as {layout}, does not fit the last dimension of hidden {hidden.shape}")
     num_tokens = num_columns if num_tokens is None else num_tokens
     if not 1 <= num_tokens <= num_columns:
-        raise ValueError(f"num_tokens {num_tokens} is outside 1..{num_columns}, the columns of the head")
+        raise ValueError(f"num_tokens {num_tokens} is outside 1..{num_columns}, the number of columns of the head")
     if not 1 <= k <= num_tokens:
         raise ValueError(f"k {k} is outside 1..{num_tokens}")
     for array in (hidden, head):

@@ -93,7 +93,7 @@ def prefill_attention_reference(
 
 
 def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> blocks.Tiles:
-    """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942."""
+    """Chooses the largest tiles that spill no registers; they were found by compiling for sm_90 and gfx942."""
     is_cuda = platform == "cuda"
     if itemsize == 4:
         return blocks.Tiles(16, 16, 4, 2)

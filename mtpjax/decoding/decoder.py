@@ -201,7 +201,7 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Vocabulary size, V."""
         return self.model.config.vocab_size
 
     # Sizes of the caches.

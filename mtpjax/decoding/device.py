@@ -58,7 +58,7 @@ def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> It
         ValueError: for deterministic settings with several devices.
     """
     if config.deterministic and mesh is not None and mesh.size > 1:
-        raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size}")
+        raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size} devices")
     platform = platform_of(mesh)
     with contextlib.ExitStack() as settings:
         settings.enter_context(library_settings())

@@ -145,7 +145,7 @@ def choose_tree_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
     """Chooses the nodes that are most likely to be accepted, under assumed acceptance rates per child rank.
 
     This is the greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its
-    path. A node has at most `topk` children and a depth of at most `num_steps`. Nodes are in level order and include
+    path. A node has at most `topk` children, and the depth is at most `num_steps`. Nodes are in level order and include
     the root.
     """
     # A node's key is its path, the tuple of child ranks from the root. The frontier maps each node that may be added

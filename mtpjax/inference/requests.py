@@ -90,7 +90,7 @@ def explain_param_errors(params: dict, model: MTPModel) -> Iterator[None]:
         yield
     except flax.errors.FlaxError as error:
         check_params(params, model)
-        raise ValueError(f"the parameters are not the model's: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"the parameters do not match the model: {str(error).splitlines()[0]}") from error
 
 
 def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:

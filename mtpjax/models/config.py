@@ -42,8 +42,7 @@ class ModelConfig:
         rms_norm_eps: epsilon of every RMSNorm, added to the mean square; the latent norms use `latent_norm_eps`.
         zero_centred_norm: norms multiply by 1 + weight instead of by the weight (Qwen3-Next, Qwen3.5).
         tie_word_embeddings: use the transposed embedding as the head.
-        num_tokens: number of real tokens. Ids from this number on only pad the tables and are never decoded; 0: all ids
-            are real.
+        num_tokens: number of real tokens. Ids from there on only pad the tables and are never decoded; 0: all are real.
         attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
         num_key_value_heads: key/value heads of grouped attention, K; 0: the number of query heads.
         head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.

@@ -72,7 +72,7 @@ def cached_view(
         seen = _visible_slots(start, positions, capacity, near, (own, 0))
         sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), *seen, config.sliding_window)
     angles = rotary_angles(config, positions)
-    # Experts process the rows of all devices. They are gathered here, once for all layers.
+    # Experts process the rows of all devices, so the masks of all devices are gathered here, once for all layers.
     all_used = None if is_used is None else all_rows(is_used)
     return View(
         angles, mask, start, num_valid=num_valid, span=span, reach=reach, is_used=is_used, all_used=all_used,

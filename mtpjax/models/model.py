@@ -298,7 +298,7 @@ class MTPModel(nn.Module):
         return self.embedding.T if self.config.tie_word_embeddings else self.head
 
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Applies the head of module `index`, or the trunk's, to normalised states `[..., D]`: `[..., V]` float32."""
+        """Applies module `index`'s head, or the trunk's, to normalised states: `[..., D]` to float32 `[..., V]`."""
         return Vocabulary.of(self.config.vocab_size).gather(self.own_logits(hidden, index=index))
 
     def own_logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
@@ -339,7 +339,7 @@ class MTPModel(nn.Module):
 
 
 def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """Multiplies hidden states `[..., D]` by a head `[D, V]`: logits `[..., V]` float32."""
+    """Multiplies hidden states `[..., D]` by a head `[D, V]`; returns logits `[..., V]` float32."""
     head = head.astype(hidden.dtype)
     if not is_batch_invariant():
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)

@@ -91,7 +91,7 @@ def check_params(params: dict, model: MTPModel) -> None:
         # A common mistake: layers in the wrong form.
         form = "stacked" if model.scan_layers else "unrolled"
         hint = f"; the model expects {form} layers (scan_layers={model.scan_layers})" if "trunk/" in name else ""
-        raise UsageError(f"the parameters are not the model's: {name} has {shapes}{hint}")
+        raise UsageError(f"the parameters do not match the model: {name} has {shapes}{hint}")
 
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:

@@ -23,8 +23,8 @@ def gated_delta_triton(q, k, v, log_decay, beta, state, segment_ids, interpret):
     prepared = _prepare_chunks(q, k, log_decay, beta, segment_ids, J, interpret)
     num_chunks, chunk = prepared[-1].shape[2:]
     padded = max(BLOCK, pl.next_power_of_2(P))
-    # The chunks are sequential, so parallelism comes from columns of the state: narrow them until there is one program
-    # per processor. Every split reads all keys and queries again, mostly from L2.
+    # The chunks are sequential, so parallelism comes from the state's columns, which are split until there is one
+    # program per processor. Every split reads all keys and queries again, mostly from L2.
     columns = max(BLOCK, min(pl.next_power_of_2(Q), 64))
     while columns > BLOCK and B * J * pl.cdiv(Q, columns) < num_processors():
         columns //= 2

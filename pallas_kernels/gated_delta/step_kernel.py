@@ -17,8 +17,8 @@ def gated_delta_steps_triton(q, k, v, log_decay, beta, state, *, is_committed, i
     """
     (B, T, K, P), (J, Q) = q.shape, v.shape[2:]
     padded = pl.next_power_of_2(P)
-    # The columns of a state are independent, so they are split over programs: 32 float32 columns are loads of 128
-    # bytes, and several programs fit an SM. Every split reads all queries and keys again.
+    # The columns of a state are independent, so they are split over programs: 32 float32 columns give loads of 128
+    # bytes, and several programs fit on an SM. Every split reads all queries and keys again.
     columns = min(pl.next_power_of_2(Q), 32)
     num_splits = pl.cdiv(Q, columns)
     per_split = J // K * num_bytes(q, k) + num_bytes(log_decay, beta)

@@ -31,8 +31,7 @@ class Route:
         num_blocks: Programs per slab of columns.
         rows_per_product: Rows of one product.
         max_products: Maximum products per program and weight tile.
-        l2_group: Number of blocks whose programs for one slab run next to each other and share the slab in the L2
-            cache.
+        l2_group: Blocks whose programs for one slab run next to each other and share the slab in the L2 cache.
         bytes_per_slab: Bytes of `tables` that the programs of one slab read.
     """
 

@@ -223,7 +223,7 @@ class LatentAttention(nn.Module):
         selection: Masks | None,
         value_up: jax.Array,
     ) -> jax.Array:
-        """Attends with one key/value head, the latent itself, and N queries `[B, T, N, R + P]`: `[B, T, N, V]`."""
+        """Attends with N queries `[B, T, N, R + P]` to a single head, the latent itself; returns `[B, T, N, V]`."""
         config, q = self.config, absorbed[:, None]
         scale = config.softmax_scale(config.qk_nope_head_dim + config.qk_rope_head_dim)
         settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
