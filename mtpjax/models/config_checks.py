@@ -1,4 +1,4 @@
-"""Checks that the fields of a `ModelConfig` are consistent. Errors are `ValueError`s with the values."""
+"""Checks that the fields of a `ModelConfig` are consistent. A violation raises `ValueError` with the values."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ def check_sizes(config: Any) -> None:
     require(0 <= config.rms_norm_eps < math.inf, f"rms_norm_eps must be at least 0, got {config.rms_norm_eps}")
     # Loading makes a list of names for every layer and expert, so an absurd number in a damaged file would stall it.
     for name in ("num_hidden_layers", "num_mtp_modules", "n_routed_experts"):
-        require(getattr(config, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, is {getattr(config, name)}")
+        require(getattr(config, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, got {getattr(config, name)}")
     for name in ("indexer_types", "layer_types", "swiglu_limits", "swiglu_limits_shared"):
         given = len(getattr(config, name))
         require(
@@ -106,7 +106,7 @@ def _check_linear(config: Any) -> None:
 
 def _check_experts(config: Any) -> None:
     experts, groups, width = config.n_routed_experts, config.n_group, config.moe_intermediate_size
-    require(width > 0, f"experts need a moe_intermediate_size, not {width}")
+    require(width > 0, f"experts need a positive moe_intermediate_size, got {width}")
     has_gate = config.shared_expert_gate and not config.shared_width
     require(not has_gate, "shared_expert_gate needs n_shared_experts or shared_expert_intermediate_size")
     require_divisible("n_routed_experts", experts, "n_group", groups)
