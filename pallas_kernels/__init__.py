@@ -10,7 +10,7 @@ inputs that share a scale. The package imports nothing from mtpjax.
 | op | what limits it on a GPU |
 |---|---|
 | `rms_norm` | bytes of the rows, each read and written once |
-| `add_rms_norm`, `append_heads`, `append_latents`, `route_tokens` | at decoding's few rows, the launch |
+| `add_rms_norm`, `append_heads`, `append_latents`, `route_tokens` | the launch, because decoding has few rows |
 | `block_scaled_matmul`, `gated_matmul`, `head_top_k` | bytes of the weights, each read once |
 | `grouped_matmul` | few tokens: bytes of the chosen experts; many tokens: multiplications |
 | `verify_attention` | bytes of the KV cache; multiplications for latent attention with many heads |

@@ -1,7 +1,7 @@
 """Adds an update to the residual stream and normalises the sum: op, kernel and reference.
 
-Limit: at decoding's few rows, the launch. One kernel replaces three: one that adds the parts of a split matmul, one
-that adds them to the residual stream, and the norm.
+Bottleneck: the launch, because decoding has few rows. One kernel replaces three: one that adds the parts of a split
+matmul, one that adds them to the residual stream, and the norm.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Splits a projection into heads, normalises and rotates them, and appends keys and values to the cache in place.
 
-Limit: at decoding's few rows, the launch. One kernel replaces five: adding the parts of the projection, the norms and
-rotations, two cache writes, and the transposition of the queries.
+Bottleneck: the launch, because decoding has few rows. One kernel replaces five: adding the parts of the projection, the
+norms and rotations, two cache writes, and the transposition of the queries.
 """
 
 import dataclasses
@@ -214,7 +214,7 @@ def _append_heads_kernel(
     rotated_groups = [(pair, pair < P), (pair + P, pair < P), *unrotated]
 
     def load(head, is_head):
-        """Loads heads, adds the parts and the bias: [heads, channels] of each group, in `dtype`."""
+        """Loads heads, and adds the parts and the bias; returns [heads, channels] of each group, in `dtype`."""
         loaded = []
         for channel, is_channel in groups:
             mask = is_head[:, None] & is_channel[None, :]

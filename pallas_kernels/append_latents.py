@@ -1,7 +1,7 @@
 """Computes latent attention's absorbed queries, and appends latents to the cache in place.
 
-Limit: at decoding's few rows, the launch. One kernel replaces up to seven: adding the parts of two projections, the
-latent's norm, two rotations, the product with the keys' up-projection, and the cache write.
+Bottleneck: the launch, because decoding has few rows. One kernel replaces up to seven: adding the parts of two
+projections, the latent's norm, two rotations, the product with the keys' up-projection, and the cache write.
 """
 
 import functools
@@ -187,13 +187,13 @@ def _append_latents_kernel(*refs, tile, slices, num_tokens, dtypes, eps, interle
     first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + pairs)
 
     def load_parts(ref, row, is_row, column, is_column, dtype):
-        """Loads and adds the parts of rows and columns: [rows, columns] in `dtype`."""
+        """Loads and adds the parts of rows and columns; returns [rows, columns] in `dtype`."""
         index = jnp.broadcast_arrays(row[:, None], column[None, :])
         mask = is_row[:, None] & is_column[None, :]
         return load_sum(ref, index, mask, dtype)
 
     def rotated(ref, row, is_row, begin, dtype):
-        """Loads the pairs from column `begin` on, and rotates them: two [rows, pairs]."""
+        """Loads the pairs from column `begin` on, and rotates them; returns two arrays [rows, pairs]."""
         one, two = (
             load_parts(ref, row, is_row, begin + half, is_pair, dtype).astype(jnp.float32) for half in (first, second)
         )

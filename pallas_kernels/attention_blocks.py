@@ -51,7 +51,7 @@ def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entr
         num_entries: Rows in the cache, or pages in a pool.
     """
     if (values is None) == (value_width is None):
-        raise ValueError("pass either values or value_width, the columns of the keys that hold them")
+        raise ValueError("pass either values or value_width, the number of key columns that hold the values")
     sizes = num_entries, q.shape[1], keys.shape[2]
     expected = {"keys": (keys, (*sizes, q.shape[-1])), "values": (values, (*sizes, *np.shape(values)[-1:])), **others}
     expected = {name: pair for name, pair in expected.items() if pair[0] is not None}
@@ -61,7 +61,7 @@ def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entr
 
 
 def describe(q, keys, *, is_windowed: bool) -> dict[str, int | str]:
-    """Describes a call over a contiguous cache, as `dispatch.choose` takes it."""
+    """Describes a call over a contiguous cache, in the form that `dispatch.choose` takes."""
     B, K, T, G, H = q.shape
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
     return shape | {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
@@ -80,7 +80,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the programs of an attention kernel have in common.
+    """The settings that all programs of an attention kernel share.
 
     Attributes:
         tiles: The programs' sizes.

@@ -51,7 +51,7 @@ def random_parts(keys: Iterator[jax.Array], parts: int, shape: tuple[int, ...], 
 
 
 def random_attention(keys: Iterator[jax.Array], shape: Shape, tokens: int) -> tuple:
-    """Draws queries `[B, K, T, G, H]` for the last tokens of a full cache, its keys and values, start, and window.
+    """Draws a full cache's keys and values, queries `[B, K, T, G, H]` for its last tokens, and their start and window.
 
     A window covers a quarter of the slots.
     """

@@ -1,7 +1,7 @@
 """Combines the shares that `verify_attention` splits a row's slots into: kernels and references.
 
-Limit: at decoding's few rows, the launch. `combine_latents` also applies each head's value up-projection, whose bytes
-are its limit; each byte is read once.
+Bottleneck: the launch, because decoding has few rows. `combine_latents` also applies each head's value up-projection;
+its bottleneck is reading these weights, each byte once.
 """
 
 import functools
@@ -121,7 +121,7 @@ def combine_latents_reference(outputs, log_sums, value_up, *, dtype):
 
 
 def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> jax.Array:
-    """Averages the shares of each query, weighted by their softmax sums, and multiplies them by the head's matrix.
+    """Averages the shares of each query, weighted by softmax sums, and multiplies the average by the head's matrix.
 
     Args:
         outputs: [B, 1, Z, T, N, R] float32, the attention over each of Z shares of the slots; B * T <= 64.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def dequantise(values, scales, block, axis) -> jax.Array:
-    """Multiplies stored values, such as float8_e4m3fn, by the scale of their block: float32.
+    """Multiplies stored values, such as float8_e4m3fn, by the scale of their block, in float32.
 
     `scales` are shaped as `values` except along `axis`, where they have one entry per block, rounded up.
     """

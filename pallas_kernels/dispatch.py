@@ -18,11 +18,11 @@ from pallas_kernels.case import Case, Shape, difference_from_xla
 
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes in which every size differs by at most this factor
 MIN_PAGED_ROWS = 32  # minimum rows for which paged attention runs its kernel by default
-# Ops that run their kernel on a GPU if nothing similar was measured: otherwise XLA reads experts several times, writes
-# fp8 weights out in a wider dtype, or copies all pages of a cache in every layer. On an H100 a round with 64 rows took
-# two thirds of the time when the kernel computed paged attention; one row in a contiguous cache was faster in XLA than
-# with all kernels. Nothing in between was measured, so the rule starts at half of the 64 rows. Other ops run in XLA
-# until they are measured.
+# Ops that run their kernel on a GPU if nothing similar was measured: XLA would read experts several times, write fp8
+# weights out in a wider dtype, or copy all pages of a cache in every layer. On an H100 a round with 64 rows took two
+# thirds of the time when the kernel computed paged attention; one row in a contiguous cache was faster in XLA than with
+# all kernels. Nothing in between was measured, so the rule starts at half of the 64 rows. Other ops run in XLA until
+# they are measured.
 _KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
@@ -92,7 +92,7 @@ def choose(
         _process.recorded_calls.append((op, dict(shape)))
     named = [*offered, *(["interpreted"] if "triton" in offered else [])]
     if implementation not in ("auto", *named):
-        raise ValueError(f"{op} has no implementation {implementation!r}: it is one of auto, {', '.join(named)}")
+        raise ValueError(f"{op} has no implementation {implementation!r}; supported: auto, {', '.join(named)}")
     if triton is None:
         if implementation in ("triton", "interpreted"):
             raise ValueError(f"jax {jax.__version__} lacks Pallas's Triton backend, which the kernels need: use xla")
@@ -123,7 +123,7 @@ def choose(
 
 
 def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check: Callable[[str], float]) -> bool:
-    """Returns whether an implementation matches the reference here; tested once per op and dtypes."""
+    """Returns whether an implementation matches the reference on this device; it is tested once per op and dtypes."""
     key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
     if key not in _process.agreed:
         # The caller is being traced, but the comparison must run now: in a thread, because JAX traces per thread.
@@ -146,7 +146,7 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Collects the op and shape of every call of `choose` inside the context, as in the measurements file.
+    """Collects the op and shape of every call of `choose` inside the context, in the format of the measurements file.
 
     Yields:
         A list of (op, shape), which grows with each call.

@@ -1,6 +1,6 @@
 """Multiplies a few rows by SwiGLU's gate and up matrices: op, kernel, reference.
 
-Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no separate
+Bottleneck: reading the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no separate
 launch, and the products are never written to memory.
 """
 

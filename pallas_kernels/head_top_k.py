@@ -1,6 +1,6 @@
 """Finds an output head's largest logits without writing all logits to memory: op, kernel, reference.
 
-Limit: the bytes of the head, which the kernel reads once for up to 16 rows; the logits never reach memory.
+Bottleneck: reading the head, which the kernel does once for up to 16 rows. The logits are never written to memory.
 """
 
 import functools
@@ -47,7 +47,7 @@ def head_top_k(
         raise ValueError(f"head {head.shape}, as {layout}, does not fit the last dimension of hidden {hidden.shape}")
     num_tokens = num_columns if num_tokens is None else num_tokens
     if not 1 <= num_tokens <= num_columns:
-        raise ValueError(f"num_tokens {num_tokens} is outside 1..{num_columns}, the columns of the head")
+        raise ValueError(f"num_tokens {num_tokens} is outside 1..{num_columns}, the number of columns of the head")
     if not 1 <= k <= num_tokens:
         raise ValueError(f"k {k} is outside 1..{num_tokens}")
     for array in (hidden, head):

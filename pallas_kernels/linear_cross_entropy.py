@@ -1,8 +1,8 @@
 """Cross-entropy, and distances between drafts and the trunk, from `hidden @ head` without storing the logits.
 
-Limit: multiplications. Let one product be 2 N D V operations, for N rows, width D and vocabulary V. The forward pass
-takes one product for cross-entropy, and a second one to compare drafts with the trunk. The backward pass takes one to
-recompute the logits and two for the gradients. That makes 4 products, or 5 with the comparison; storing all logits
+Bottleneck: multiplications. One product takes 2 N D V operations, for N rows, width D and vocabulary V. The forward
+pass needs one product for cross-entropy, and a second one to compare drafts with the trunk. The backward pass needs one
+to recompute the logits and two for the gradients. That makes 4 products, or 5 with the comparison; storing all logits
 needs 3. For large N, reading the head takes a small fraction of that time on an H100, so block sizes are chosen for
 multiplication.
 
@@ -55,7 +55,7 @@ def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementat
         [N] float32, in nats.
 
     Raises:
-        ValueError: `vocab_chunk` does not fit.
+        ValueError: `vocab_chunk` is less than 1.
     """
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {hidden.shape} and targets {targets.shape} must be [N, D] and [N]")
@@ -89,7 +89,7 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
         The terms of each row.
 
     Raises:
-        ValueError: `vocab_chunk` does not fit.
+        ValueError: `vocab_chunk` is less than 1.
     """
     _check(hidden, heads, targets, vocab_chunk)
     chosen = choose_implementation(hidden, heads, implementation, compares_with_trunk=True)
@@ -207,7 +207,7 @@ _losses_triton.defvjp(_forward, _backward)
 
 
 def _partial_logsumexp(states, head, targets, interpret):
-    """Computes per block of columns and row, `[blocks, N]` each: highest logit, sum relative to it, target's logit."""
+    """Computes each block's highest logit, the sum relative to it, and the target's logit, `[blocks, N]` each."""
     tiles = _choose_tiles([states[None]], head.shape[1])
     partial = jax.ShapeDtypeStruct((tiles.grid[1], tiles.N), jnp.float32)
     return pl.pallas_call(
@@ -237,7 +237,7 @@ def _partial_logsumexp_kernel(states_ref, head_ref, targets_ref, highest_ref, to
 
 
 def _compare(hidden, heads, logsumexp, interpret):
-    """Computes KL, overlap and b of each draft, `[R - 1, N]` each: sums over a block of columns, then over blocks."""
+    """Computes KL, overlap and b of each draft, `[R - 1, N]` each, as sums within and then over blocks of columns."""
     R, tiles = len(logsumexp), _choose_tiles(hidden, heads[0].shape[1])
     partial = jax.ShapeDtypeStruct((tiles.grid[1], R - 1, tiles.N), jnp.float32)
     sums = pl.pallas_call(
@@ -271,7 +271,7 @@ def _compare_kernel(*refs, tiles):
 
 
 def _logit_gradients(hidden, heads, targets, logsumexp, overlap_bias, cotangents, interpret):
-    """Computes the gradients of the logits of some columns: per head `[R_h, N, columns]`, in hidden's dtype."""
+    """Computes the gradients of the logits of some columns; returns `[R_h, N, columns]` per head, in hidden's dtype."""
     R, tiles = len(logsumexp), _choose_tiles(hidden, heads[0].shape[1])
     d_cross_entropy, *d_distances = cotangents
     row_arrays, draft_arrays = [targets, logsumexp, d_cross_entropy], [overlap_bias, *d_distances] if R > 1 else []

@@ -37,7 +37,7 @@ def append_entries(cache, entries, start, places) -> jax.Array:
 
 
 def find_entry(place_refs, cache_ref, row, place) -> tuple:
-    """Finds a token's cache entry inside a kernel: its row or page, the slot within it, and whether it is stored.
+    """Finds a token's cache entry in a kernel; returns its row or page, the slot within it, and whether to store it.
 
     Args:
         place_refs: Refs of `places` in `append_entries`, or only of `start`.

@@ -33,7 +33,7 @@ class PartialSums:
         return self.parts.shape[1:]
 
     def total(self) -> jax.Array:
-        """Adds the parts in a fixed order, so that results repeat bit for bit: [..., F] in `dtype`."""
+        """Adds the parts in a fixed order, so that results repeat bit for bit; returns [..., F] in `dtype`."""
         return functools.reduce(jnp.add, list(self.parts)).astype(self.dtype)
 
     def plus(self, bias: jax.Array) -> "PartialSums":

@@ -1,6 +1,6 @@
 """Attention of many new tokens per row over the KV cache, without scores in memory (flash attention): op, kernel.
 
-Limit: multiplications. A program keeps a block of queries and iterates over the slots that they attend to, so the
+Bottleneck: multiplications. A program keeps a block of queries and iterates over the slots that they attend to, so the
 scores `[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2,
 2307.08691).
 """
@@ -93,7 +93,7 @@ def prefill_attention_reference(
 
 
 def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> blocks.Tiles:
-    """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942."""
+    """Chooses the largest tiles that spill no registers; they were found by compiling for sm_90 and gfx942."""
     is_cuda = platform == "cuda"
     if itemsize == 4:
         return blocks.Tiles(16, 16, 4, 2)

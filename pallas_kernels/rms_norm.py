@@ -1,7 +1,7 @@
 """Root mean square normalisation: op, kernel and reference.
 
-Limit: memory bandwidth. The kernel reads each element of x once and writes it once; the arithmetic is a few operations
-per element. This is the smallest kernel in the package: copy it as a starting point for a new kernel.
+Bottleneck: memory bandwidth. The kernel reads each element of x once and writes it once; the arithmetic is a few
+operations per element. This is the smallest kernel in the package: copy it as a starting point for a new kernel.
 """
 
 import functools

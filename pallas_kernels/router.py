@@ -1,7 +1,8 @@
 """Routes tokens to experts, that is, computes the router logits and chooses the best experts: op, kernel, reference.
 
-Limit: at decoding's few rows, the launches. Two kernels replace eleven: the product, split over the processors because
-reading the router with one would take longer than all these launches, and the choice, one program per token.
+Bottleneck: the launches, because decoding has few rows. Two kernels replace eleven. The first computes the product,
+split over the processors because reading the router with only one would take longer than all these launches. The second
+chooses the experts, with one program per token.
 """
 
 import dataclasses
@@ -61,7 +62,7 @@ def route_tokens(
         Ids [n, k] int32 and weights [n, k] float32 of the chosen experts.
     """
     if x.ndim != 2 or router.ndim != 2 or x.shape[1] != router.shape[0]:
-        raise ValueError(f"x {x.shape} does not fit the router {router.shape}: they are [n, D] and [D, E]")
+        raise ValueError(f"x {x.shape} does not fit the router {router.shape}: expected [n, D] and [D, E]")
     (n, D), E = x.shape, router.shape[1]
     is_possible = E % routing.num_groups == 0 and 1 <= routing.k <= E // routing.num_groups * routing.num_kept_groups
     if not is_possible or (bias is not None and bias.shape != (E,)):
@@ -80,7 +81,7 @@ def route_tokens(
 
 
 def make_case(shape: Shape) -> Case:
-    # The shape only says whether there are groups: use four if that divides the experts.
+    # The shape only says whether there are groups: use four groups if four divides the number of experts.
     groups = 4 if shape["scoring"].endswith("in groups") and shape["experts"] % 4 == 0 else 1
     scoring = shape["scoring"].split()[0]
     routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)

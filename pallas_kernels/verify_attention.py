@@ -1,7 +1,7 @@
 """Attention of a few queries per row over a long, ragged KV cache (flash decoding): op, kernel, reference.
 
-Limit: the bytes of the cache, each read once. Latent attention (MLA) with many heads shares each slot among all of
-them, so there multiplications are the limit.
+Bottleneck: reading the cache, each byte once. In latent attention (MLA) all heads share each slot, so with many heads
+the bottleneck is multiplications.
 """
 
 import dataclasses
@@ -190,7 +190,7 @@ def verify_attention_reference(
 
 
 def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: str) -> blocks.Tiles:
-    """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942.
+    """Chooses the largest tiles that spill no registers; they were found by compiling for sm_90 and gfx942.
 
     On sm_90 two or three stages of loads are in flight, 32 KB or more per program. On gfx942 q stays in registers, and
     its 64 KB of shared memory hold one stage. On sm_90 float32 runs without tensor cores, which is exact but slow.
@@ -361,7 +361,7 @@ def _run_kernel(
 
 
 def project_values(outputs, value_up) -> jax.Array:
-    """Multiplies the outputs of latent attention [B, 1, T, G, R] by each head's matrix [G, R, V]: [B, 1, T, G, V]."""
+    """Multiplies latent attention's outputs [B, 1, T, G, R] by head matrices [G, R, V]; returns [B, 1, T, G, V]."""
     rows = outputs.reshape(-1, *outputs.shape[3:])
     product = map_row_blocks(lambda rows: jnp.einsum("nGR,GRV->nGV", rows, value_up), rows)
     return product.reshape(*outputs.shape[:4], -1)

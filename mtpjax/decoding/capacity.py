@@ -21,7 +21,7 @@ def round_up_capacity(size: int) -> int:
 
 
 def round_down_capacity(size: int) -> int:
-    """Returns the largest result of `round_up_capacity` that is at most `size` slots; 0 below the smallest."""
+    """Returns the largest result of `round_up_capacity` that is at most `size` slots; 0 if there is none."""
     step = _capacity_step(size)
     return size // step * step if size >= 256 else 0
 
@@ -43,7 +43,7 @@ def choose_prefill_chunk(
 
     Each pass reads all weights, so on a GPU chunks are as long as the prompts need. The widest array of a pass stays
     within 1 GiB: either the feed-forward activations, or the float32 scores `[B, heads, chunk, slots]` of an indexer or
-    of attention in XLA. On a CPU short chunks are as fast as long ones, and short prompts waste less of them.
+    of attention in XLA. On a CPU short chunks are as fast as long ones, and short prompts leave less of a chunk unused.
 
     Args:
         batch: number of rows of the call, B.
@@ -69,8 +69,9 @@ def choose_prefill_chunk(
 def min_rows_per_pass(config: ModelConfig, batch: int, platform: str) -> int:
     """Computes the minimum number of token rows that a forward pass needs to be fast.
 
-    On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
-    around it. A model with experts keeps a single row, because a second row would activate more experts.
+    On a GPU a single row needs more launches than two rows: XLA does not multiply it on the tensor cores, and fuses
+    fewer operations around it. A model with experts keeps a single row, because a second row would activate more
+    experts.
 
     Args:
         batch: number of rows of the call, B.

@@ -28,7 +28,7 @@ MINIMA |= {"draft_sinks": 0, "max_length": 2, "prefill_chunk": 1, "min_rows": 1}
 
 
 def check_integer(name: str, value: Any) -> int:
-    """Converts a Python or NumPy integer.
+    """Checks a Python or NumPy integer and converts it to a Python integer.
 
     Args:
         name: the argument's name, for the message.
@@ -95,8 +95,8 @@ class DecodeConfig:
         depth_costs: duration of a round at each depth 0..num_steps, in any unit (measured by `mtpjax profile`).
             Required for an adaptive depth.
         depth_rates: conditional acceptance rate of each level 1..num_steps (given that the levels before it were
-            accepted), measured on similar texts (`mtpjax eval acceptance`). Starting point of an adaptive depth. None:
-            it starts from an assumed rate.
+            accepted), measured on similar texts (`mtpjax eval acceptance`). An adaptive depth starts from these rates.
+            None: it starts from an assumed rate.
         prompt_lookup_min: minimum length of the n-grams that "lookup" matches, in tokens.
         prompt_lookup_max: maximum length of the n-grams that "lookup" matches, in tokens.
         threshold_single: "threshold" accepts every draft to which the model gives at least this probability; 1 is
@@ -300,7 +300,7 @@ def largest_tree(topk: int, num_steps: int) -> int:
 class SamplingParams:
     """Sampling parameters. Each field is one value for all rows, or a sequence with one value per row.
 
-    Applied in this order: penalties, bias, banned tokens, temperature, top_k, top_p, min_p (formulas:
+    They are applied in this order: penalties, bias, banned tokens, temperature, top_k, top_p, min_p (formulas:
     `mtpjax.decoding.sampling`).
 
     Attributes:

@@ -44,14 +44,14 @@ class Drafter:
 
     Methods get the round's `Decoder`, with model and spec (`spec.num_steps` is the depth of this round), the `Weights`,
     whose `drafter` is the result of `prepare`, and the rows' `DecodeState`, whose `tokens` after `length` are scratch
-    space. They run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
+    space. All methods run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
 
     Text stays exact with any drafter if `Draft.probabilities` is the distribution that the tokens were actually drawn
     from: the drafter's distribution for sampled tokens, one-hot for all others.
 
     Attributes:
         layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
-        limits: what drafters of this class do not support. Calls that use it are rejected before `check` runs.
+        limits: what drafters of this class do not support. Calls that need it are rejected before `check` runs.
     """
 
     layer_ids: tuple[int, ...] = ()
@@ -105,7 +105,7 @@ class Drafter:
         return state.drafter
 
     def num_extended(self, draft_state: Any) -> jax.Array | None:
-        """Returns `[B]` the number of positions with final entries, after which a row can continue; None: no limit."""
+        """Returns the number of leading positions whose entries are final, `[B]`; None: no limit."""
         return None
 
     # In every round: draft before verification, commit after acceptance.
@@ -201,7 +201,7 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Vocabulary size, V."""
         return self.model.config.vocab_size
 
     # Sizes of the caches.

@@ -126,8 +126,8 @@ def can_speed_up(costs) -> bool:
 def acceptance_rates(policy: DepthPolicy, is_active) -> jax.Array:
     """Estimates each row's acceptance rate at each depth, `[B, D]` float32, given that earlier drafts were accepted.
 
-    Two shrinkage estimates: each row's rate is shrunk towards the joint rate of all active rows, and the joint rate
-    towards the prior.
+    Uses two shrinkage estimates: each row's rate is shrunk towards the joint rate of all active rows, and the joint
+    rate towards the prior.
     """
     verified, accepted = (jnp.where(is_active[:, None], x, 0).sum(axis=0) for x in (policy.verified, policy.accepted))
     rates, batch_rate, row_rate, prior_before = [], policy.prior[0], jnp.ones(is_active.shape), policy.prior[0]

@@ -21,7 +21,7 @@ def fit_params(
     """Fits parameters and model to a mesh.
 
     Args:
-        config: settings; `allow_copies` is read.
+        config: settings, of which only `allow_copies` is read.
         mesh: moves the parameters to this mesh; None leaves them where they are.
 
     Returns:
@@ -58,7 +58,7 @@ def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> It
         ValueError: for deterministic settings with several devices.
     """
     if config.deterministic and mesh is not None and mesh.size > 1:
-        raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size}")
+        raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size} devices")
     platform = platform_of(mesh)
     with contextlib.ExitStack() as settings:
         settings.enter_context(library_settings())

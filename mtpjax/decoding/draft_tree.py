@@ -21,9 +21,9 @@ NEXT_CHILD_RATE = 0.3  # assumed chance of each later child, relative to the one
 class Candidates:
     """Candidate nodes of a dynamic tree, in flat lists that grow level by level.
 
-    The construction of EAGLE-2 (2406.16858) and SGLang. A candidate's score is the product of the draft probabilities
-    on its path. Drafting expands the topk best candidates of each level. At the end the best candidates of all levels
-    become the tree.
+    This is the construction of EAGLE-2 (2406.16858) and SGLang. A candidate's score is the product of the draft
+    probabilities on its path. Drafting expands the topk best candidates of each level. At the end the best candidates
+    of all levels become the tree.
     """
 
     def __init__(self):
@@ -144,8 +144,9 @@ class TreeShape:
 def choose_tree_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
     """Chooses the nodes that are most likely to be accepted, under assumed acceptance rates per child rank.
 
-    The greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its path. A
-    node has at most `topk` children and a depth of at most `num_steps`. Nodes are in level order and include the root.
+    This is the greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its
+    path. A node has at most `topk` children, and the depth is at most `num_steps`. Nodes are in level order and include
+    the root.
     """
     # A node's key is its path, the tuple of child ranks from the root. The frontier maps each node that may be added
     # next, because its parent and earlier siblings are chosen, to its value.

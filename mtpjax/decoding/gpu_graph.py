@@ -103,7 +103,7 @@ class Graphs:
             run: makes the state and the calls, and waits for the result.
 
         Raises:
-            JaxRuntimeError: a call fails because memory runs out, with several processes, or although it is not a
+            JaxRuntimeError: a call fails because memory runs out, or in a run with several processes, or without a
                 graph.
         """
         try:
@@ -189,5 +189,5 @@ def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
 
 
 def _signature(leaf: Any) -> Any:
-    """Returns what part of an argument selects the program: an array's shape and dtype, any other value itself."""
+    """Returns the part of an argument that selects the program: an array's shape and dtype, else the value itself."""
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf

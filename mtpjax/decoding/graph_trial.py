@@ -72,6 +72,6 @@ def wait_for_devices(mesh: Mesh) -> None:
 
 @functools.cache
 def _barrier(mesh: Mesh) -> Any:
-    """Returns a program that runs on every device without collectives; devices run programs in order."""
+    """Returns a program that runs on every device without collectives; each device runs its programs in order."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.jit(lambda: jnp.zeros(mesh.size), out_shardings=sharding)

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftLimits:
-    """What a draft method does not support: for each feature the reason, which error messages include; None: supported.
+    """What a draft method does not support: the reason per feature, for error messages; None: the feature is supported.
 
     Attributes:
         trees: `topk` above 1.

@@ -33,8 +33,8 @@ def prefill(
         start: `[B]` int32 first position to process; the caches hold the positions before it. None: 0 for every row.
         end: `[B]` int32 position before which a row's chunks end; None: the end of the prompt. A row that stops before
             the end of its prompt gets no token, and a later call continues where this one stops.
-        max_chunks: maximum number of chunks; rows that it stops early are treated in the same way. None: no limit.
-        first_token: `[B]` int32 the first new token if it is already known (after a preemption), else -1. None: -1 for
+        max_chunks: maximum number of chunks; longer rows continue in a later call, as with `end`. None: no limit.
+        first_token: `[B]` int32, the first new token if it is already known (after a preemption), else -1. None: -1 for
             all rows.
         allowed: `[B, ceil(V/32)]` int32 tokens that the first new token may be, as in `adjust_logits`; None: all.
 

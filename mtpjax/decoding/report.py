@@ -23,7 +23,7 @@ class RowReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The changes that a call made to each row of its batch: R = P * b rows, up to n new tokens, K draft levels."""
+    """The changes that a call made to each of its R = P * b rows, with up to n new tokens and K draft levels."""
 
     tokens: Any  # [R, n] int32, valid up to num_new
     origins: Any  # [R, n] int32

@@ -39,7 +39,7 @@ class DecodeStats:
     def accept_length(self) -> float:
         """Mean tokens per round over all rows, including the bonus token and tokens that were cut off.
 
-        1.0 without drafts, nan without rounds. A micro average, like vLLM's mean acceptance length.
+        It is 1.0 without drafts and nan without rounds. Like vLLM's mean acceptance length, it is a micro average.
         """
         rounds = self.rounds.sum()
         return float(1 + self.accepted.sum() / rounds) if rounds else float("nan")
@@ -56,7 +56,7 @@ class DecodeStats:
     def conditional_rates(self) -> np.ndarray:
         """Conditional acceptance rates `[K]`: the fraction accepted among drafts whose predecessor was accepted.
 
-        Defined for a fixed depth, where every round proposes all levels.
+        They are defined only for a fixed depth, where every round proposes all levels.
         """
         survival = self.survival_rates
         before = np.concatenate([[1.0], survival])[: len(survival)]

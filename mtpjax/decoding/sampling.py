@@ -168,7 +168,7 @@ def apply_penalties_and_bias(
 
 
 def _occurrences(path: PathTokens, size: int, vocabulary: Vocabulary) -> jax.Array:
-    """Counts each token on the path to each node: `[B, T, V]` int32."""
+    """Counts how often each token occurs on the path to each node; returns `[B, T, V]` int32."""
 
     def count(tokens, is_ancestor):  # [X], [X]
         return jnp.zeros(size, jnp.int32).at[tokens].add(is_ancestor.astype(jnp.int32))

@@ -11,7 +11,7 @@ All calls take `params` (the model's), `draft_params` (the drafter's) and `state
 state and their result. With a decoder for plain rows (`Decoder.for_plain_rows`) they omit the rows' sampling options
 and log-probabilities.
 
-On a mesh whose `data` axis has P devices, a call takes b rows from each of these shards: batch arrays are `[P, b,
+On a mesh whose `data` axis has P devices, a call takes b rows from each of the P shards: batch arrays are `[P, b,
 ...]`, and slots and pages are numbered from 0 within each shard.
 """
 
@@ -138,7 +138,7 @@ def admit(
 def prefill_chunk(
     params: dict, draft_params: Any, state: DecodeState, batch: Batch, chunk: PromptChunk, *, decoder: Decoder
 ) -> tuple[DecodeState, PackedReport]:
-    """Processes one chunk of each row's prompt; a row whose prompt ends there gets its first new token."""
+    """Processes one chunk of each row's prompt; a row whose prompt ends in this chunk gets its first new token."""
 
     def prefill_shard(params, draft_params, state, batch, chunk):
         weights = decoder.prepare(params, draft_params)
@@ -171,7 +171,7 @@ def advance(
 
     Args:
         state: the state; donated.
-        rounds: `[]` int32, rounds to run, unless all rows end earlier; at most `max_rounds`.
+        rounds: `[]` int32, number of rounds to run, at most `max_rounds`; it runs fewer if all rows end earlier.
         decoder: the decoder for the deepest round.
         depth: draft levels of each round.
         max_rounds: maximum number of rounds that the report can hold.
@@ -196,7 +196,7 @@ def advance(
 def draft_round(
     params: dict, draft_params: Any, state: DecodeState, batch: Batch, *, decoder: Decoder, depth: int
 ) -> tuple[DecodeState, Draft]:
-    """Starts a round for some rows with `depth` levels: returns the draft `[R, ...]`, which `verify_round` takes."""
+    """Starts a round with `depth` levels for some rows, and returns the draft `[R, ...]` for `verify_round`."""
 
     def draft_shard(params, draft_params, state, batch):
         weights, batch = decoder.prepare(params, draft_params), of_shard(state, batch)
@@ -325,7 +325,7 @@ def put(state: DecodeState, rows: DecodeState, batch: Batch, decoder: Decoder) -
 
 
 def _slots(state: DecodeState, batch: Batch) -> jax.Array:
-    """Returns the batch's rows `[R]` in the whole state."""
+    """Returns the indices `[R]` of the batch's rows in the whole state."""
     num_shards = len(batch.slots)
     own = len(state.length) // num_shards
     # A padding row reports the values of the last row of its shard; they are ignored.

@@ -14,7 +14,7 @@ def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     """Finds the settings that differ from their defaults and have no effect.
 
     Returns:
-        The requirement that each of these settings needs to have an effect, by name.
+        The condition under which each of these settings would have an effect, by the setting's name.
     """
     # Plain decoding ignores all draft settings. Callers derive its config from any other config, so only
     # `num_draft_tokens` is reported.

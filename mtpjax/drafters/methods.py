@@ -86,9 +86,9 @@ def load_drafter(
         norm_before_residual: value of this EAGLE-3 setting, for a speculators file that does not specify it.
         sample_from_anchor: whether the first slot of a DFlash block also drafts, for a file that does not specify it.
             None: True for DeepSpec's files, False for others.
-        last_layer_state: which state a drafter of the last trunk layer reads, for a file that does not specify it:
-            before or after the final norm. None: after it for z-lab's and DeepSpec's files, before it for others, with
-            a warning.
+        last_layer_state: for a file that does not specify it, whether a drafter that reads the last trunk layer reads
+            the state before or after the final norm. None: after it for z-lab's and DeepSpec's files, before it for
+            others, with a warning.
         method: the drafter's method or its name, such as "eagle3", or "package.module:RECORD" of a user-defined method.
             None: detected from the files.
 

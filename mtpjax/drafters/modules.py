@@ -82,7 +82,7 @@ class BufferedDrafter(Drafter):
     """Base class for drafters whose state is a `ModulesState`: caches, and trunk states that are not in them yet."""
 
     def num_extended(self, draft_state: ModulesState) -> jax.Array:
-        """Returns `[B]` slots that match a prefill in every module; the last module has the fewest."""
+        """Returns the number of slots `[B]` that match a prefill in every module; the last module has the fewest."""
         return draft_state.caches[-1].length
 
     def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> ModulesState:

@@ -98,7 +98,7 @@ class DraftScores:
     level: int
 
     def head_logits(self) -> jax.Array:
-        """Runs the head: `[B, f, R]`, or `[B, f, V]` without a reduced head, float32."""
+        """Runs the head; returns float32 logits `[B, f, R]`, or `[B, f, V]` without a reduced head."""
         f = self.hidden.shape[1]
         hidden = pad_rows(self.hidden, max(f, self.decoder.spec.min_rows))
         if self.head is None:

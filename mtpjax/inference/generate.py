@@ -96,7 +96,7 @@ def speculative_generate(
     mesh: Mesh | None = None,
     draft_params: Any = None,
 ) -> GenerationResult:
-    """Continues prompts with speculative decoding: a drafter proposes tokens, one trunk pass per round verifies them.
+    """Continues prompts with speculative decoding: a drafter proposes tokens; one trunk pass per round verifies them.
 
     At temperature 0 in float32 the tokens equal those of `generate`, regardless of the drafts. At higher temperatures
     they follow the same distribution, under every acceptance rule except the lossy ones (`DecodeConfig`). The whole

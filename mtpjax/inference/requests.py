@@ -44,7 +44,7 @@ def make_drafter(config: DecodeConfig) -> Drafter:
         return method.from_settings(config)
     if not isinstance(config.drafter, Drafter):
         raise ValueError(
-            f"drafter must be the name of a draft method or a mtpjax.drafters.Drafter, got {config.drafter!r}"
+            f"drafter must be the name of a draft method or an mtpjax.drafters.Drafter, got {config.drafter!r}"
         )
     return config.drafter
 
@@ -90,7 +90,7 @@ def explain_param_errors(params: dict, model: MTPModel) -> Iterator[None]:
         yield
     except flax.errors.FlaxError as error:
         check_params(params, model)
-        raise ValueError(f"the parameters are not the model's: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"the parameters do not match the model: {str(error).splitlines()[0]}") from error
 
 
 def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
@@ -244,7 +244,7 @@ def fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     number, width = int(is_used.any(axis=1).sum()), int(is_used.any(axis=0).sum())
     if number > shape[0] or width > shape[1]:
         raise ValueError(
-            f"{number} stop sequences of up to {width} tokens do not fit: the state holds {shape[0]} of {shape[1]}"
+            f"{number} stop sequences of up to {width} tokens do not fit: the limits are {shape[0]} and {shape[1]}"
         )
     table = np.full(shape, -1, np.int32)
     table[:number, shape[1] - width :] = stops[:number, stops.shape[1] - width :]

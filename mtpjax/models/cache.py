@@ -1,9 +1,9 @@
 """The KV cache of a stack of layers: append, then commit.
 
 Each layer has one array per kind of entry. A pass appends its entries from slot `length` on and does not change
-`length`. Committing a chain moves `length`, because the accepted entries are already in place; slots from `length` on
-hold garbage. A recurrent layer has a state instead. Between append and commit it also holds the effect of each new
-token, and committing applies the effects of the accepted tokens.
+`length`. To commit a chain, it is enough to move `length`, because the accepted entries are already in place; slots
+from `length` on hold garbage. A recurrent layer has a state instead. Between append and commit it also holds the effect
+of each new token, and committing applies the effects of the accepted tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ class Cache(flax.struct.PyTreeNode):
     layers: tuple[Entries, ...]
     length: jax.Array  # [B] int32, committed slots
     kinds: tuple[LayerKind, ...] = flax.struct.field(pytree_node=False)  # one per layer
-    is_paged: bool = flax.struct.field(pytree_node=False, default=False)  # attention layers are pools of pages
+    is_paged: bool = flax.struct.field(pytree_node=False, default=False)  # attention layers store pools of pages
 
 
 def empty_cache(
@@ -60,7 +60,7 @@ def empty_cache(
 
 
 def _map_layers(cache: Cache, function: Callable[..., Entries], *others: tuple[Entries, ...]) -> Cache:
-    """Replaces each layer's entries by `function(attention kind, entries, the same layer's entries in others)`."""
+    """Replaces each layer's entries by `function(attention kind, entries, *the same layer's entries in others)`."""
     layers = zip(cache.kinds, cache.layers, *others, strict=True)
     return cache.replace(layers=tuple(function(ATTENTION_KINDS[kind.attention], *entries) for kind, *entries in layers))
 

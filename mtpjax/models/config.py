@@ -42,7 +42,7 @@ class ModelConfig:
         rms_norm_eps: epsilon of every RMSNorm, added to the mean square; the latent norms use `latent_norm_eps`.
         zero_centred_norm: norms multiply by 1 + weight instead of by the weight (Qwen3-Next, Qwen3.5).
         tie_word_embeddings: use the transposed embedding as the head.
-        num_tokens: number of real tokens. Larger ids only pad the tables and are never decoded; 0: all ids are real.
+        num_tokens: number of real tokens. Ids from there on only pad the tables and are never decoded; 0: all are real.
         attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
         num_key_value_heads: key/value heads of grouped attention, K; 0: the number of query heads.
         head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.
@@ -58,8 +58,8 @@ class ModelConfig:
         attention_value_scale: factor that multiplies the values of grouped attention (MiMo-V2).
         q_lora_rank: width of the query latent in latent attention; 0: queries are computed from the hidden state.
         kv_lora_rank: width of the key/value latent.
-        qk_nope_head_dim: channels of a latent-attention head without rotary embedding.
-        qk_rope_head_dim: channels of a latent-attention head with rotary embedding.
+        qk_nope_head_dim: channels per latent-attention head that are not rotated.
+        qk_rope_head_dim: channels per latent-attention head that are rotated.
         v_head_dim: value channels per head; 0 (grouped attention only): `head_dim`.
         latent_norm_eps: epsilon of the two latent norms; transformers uses a fixed value, not `rms_norm_eps`.
         index_topk: keys that the indexer of sparse latent attention selects per query; 0: no indexer.
@@ -99,8 +99,8 @@ class ModelConfig:
         scoring_func: function from router logits to scores, "sigmoid" or "softmax".
         router_correction_bias: add a bias to the scores that select experts, but not to their weights (DeepSeek-V3
             `noaux_tc`).
-        n_group: groups into which the experts are divided.
-        topk_group: groups that a token may choose experts from.
+        n_group: number of groups into which the experts are divided.
+        topk_group: number of groups from which a token may choose experts.
         norm_topk_prob: normalise the weights of a token's experts so that they sum to 1.
         routed_scaling_factor: factor that multiplies the expert weights.
         expert_bias: add biases to the router's logits and in the routed experts (gpt-oss).
@@ -125,7 +125,7 @@ class ModelConfig:
         mtp_norm_differs: the modules' norms use the opposite of the trunk's `zero_centred_norm`.
 
     Raises:
-        ValueError: if values are inconsistent; the message contains the numbers.
+        ValueError: if values are inconsistent; the message contains them.
 
     Example:
         >>> from mtpjax import ModelConfig

@@ -1,4 +1,4 @@
-"""Checks that the fields of a `ModelConfig` are consistent. Every function raises `ValueError` with the numbers."""
+"""Checks that the fields of a `ModelConfig` are consistent. A violation raises `ValueError` with the values."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ MAX_PARTS = 10_000  # layers, modules, or experts per layer; published models ha
 
 
 def check_sizes(config: Any) -> None:
-    """Checks the sizes and the per-layer lists, before the default sizes are known."""
+    """Checks the sizes and the per-layer lists, before missing sizes get their defaults."""
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     for name in (*sizes, "max_position_embeddings"):
         require(getattr(config, name) > 0, f"{name} must be positive, not {getattr(config, name)}")
@@ -17,9 +17,9 @@ def check_sizes(config: Any) -> None:
     require(0 <= tokens <= vocab_size, f"num_tokens {tokens} is not within 0..{vocab_size}")
     require(config.num_mtp_modules >= 0, f"num_mtp_modules must be at least 0, got {config.num_mtp_modules}")
     require(0 <= config.rms_norm_eps < math.inf, f"rms_norm_eps must be at least 0, got {config.rms_norm_eps}")
-    # Loading lists a name per layer and expert: an absurd number in a damaged file must not take minutes.
+    # Loading makes a list of names for every layer and expert, so an absurd number in a damaged file would stall it.
     for name in ("num_hidden_layers", "num_mtp_modules", "n_routed_experts"):
-        require(getattr(config, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, is {getattr(config, name)}")
+        require(getattr(config, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, got {getattr(config, name)}")
     for name in ("indexer_types", "layer_types", "swiglu_limits", "swiglu_limits_shared"):
         given = len(getattr(config, name))
         require(
@@ -106,7 +106,7 @@ def _check_linear(config: Any) -> None:
 
 def _check_experts(config: Any) -> None:
     experts, groups, width = config.n_routed_experts, config.n_group, config.moe_intermediate_size
-    require(width > 0, f"experts need a moe_intermediate_size, not {width}")
+    require(width > 0, f"experts need a positive moe_intermediate_size, got {width}")
     has_gate = config.shared_expert_gate and not config.shared_width
     require(not has_gate, "shared_expert_gate needs n_shared_experts or shared_expert_intermediate_size")
     require_divisible("n_routed_experts", experts, "n_group", groups)

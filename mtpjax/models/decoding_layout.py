@@ -39,7 +39,7 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
 
     Raises:
-        ValueError: they cannot. The message contains the axis and the size.
+        ValueError: the heads cannot be split in this way. The message contains the axis and the size.
     """
     tensor = sizes.get("tensor", 1)
     for name in ("num_key_value_heads", "sliding_num_key_value_heads"):
@@ -52,7 +52,7 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
 
 
 def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | None = None) -> list[str]:
-    """Lists the model sizes that the axes of a mesh do not divide, so that devices hold copies.
+    """Lists the model sizes that the axes of a mesh do not divide, which means that devices hold copies.
 
     Args:
         num_slots: number of expert slots, copies included; None: no copies.
@@ -86,7 +86,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
 
 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
-    """Returns the config with one key/value head per `tensor` device, if it has fewer and copies can be even."""
+    """Returns the config with one key/value head per `tensor` device, if it has fewer and equal copies are possible."""
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
     has_copies = config.attention == "grouped" and not config.has_sliding_layers and heads < parts
     fits = has_copies and parts % heads == 0 and config.num_attention_heads % parts == 0
@@ -133,8 +133,8 @@ def run_on_shards(
 
     Without a mesh, and inside a `shard_map`, it is a plain call.
 
-    Every device gets its shard of weights, rows and caches, as `mtpjax.models.parallel` describes. Training's axis
-    `fsdp` is gathered once, before the call.
+    Every device gets its shard of weights, rows and caches, as `mtpjax.models.parallel` describes. Weights that
+    training sharded over `fsdp` are gathered once, before the call.
 
     Args:
         function: returns the new state.
@@ -187,7 +187,7 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
 def choose_layout(
     config: ModelConfig, mesh: Mesh, layout: Literal["decoding", "training"], *, allow_copies: bool = False
 ) -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """Chooses the sharding of a model's parameters: path and shape of a parameter -> its sharding.
+    """Returns a function that maps a parameter's path and shape to its sharding over the mesh.
 
     Args:
         layout: "decoding" (see `part_specs`) or "training" (see `mtpjax.models.sharding.param_spec`).
@@ -282,7 +282,7 @@ def constrain_state(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
     the depth policy, which the whole batch shares, over all devices.
 
     Args:
-        state: a `DecodeState`; `data` divides its rows.
+        state: a `DecodeState`; `data` must divide its number of rows.
     """
     specs = part_specs(state, config, mesh.shape, is_state=True)
     return jax.tree.map(

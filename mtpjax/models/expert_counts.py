@@ -76,7 +76,7 @@ def _count_chosen(
     model: MTPModel,
     capacity: int | None = None,
 ) -> dict[str, jax.Array]:
-    """Counts the experts chosen by the tokens `is_used [B, T]`, per layer; with a cache the pass is like prefill."""
+    """Counts per layer how many tokens in `is_used [B, T]` choose each expert; with a cache, as in prefill."""
     (B, T), E = tokens.shape, model.config.n_routed_experts
     if cache is None or capacity is None:
         view = full_view(model.config, is_used.astype(jnp.int32))

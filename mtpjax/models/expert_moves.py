@@ -27,7 +27,7 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
         The parameters that change: the stacks, with the same bits for each expert, and the placement.
     """
     stacks = {name: experts[name] for name in STACKS if name in experts}
-    # The slot that currently holds each slot's expert; the first of several copies.
+    # For each new slot, the slot that currently holds its expert (with several copies, the first one).
     source = experts["placement"]["slots_of_expert"][placement["expert_of_slot"], 0]
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in AXES if name in mesh.shape}

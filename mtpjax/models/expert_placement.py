@@ -37,7 +37,7 @@ class Placement:
 
     @classmethod
     def measured(cls, expert_of_slot: np.ndarray, counts: np.ndarray, num_devices: int) -> "Placement":
-        """Computes the device loads from token counts; the copies of an expert share its tokens equally.
+        """Makes a placement with the device loads for token counts; the copies of an expert share its tokens equally.
 
         Args:
             expert_of_slot: `[S]` int32.

@@ -17,7 +17,7 @@ from mtpjax.models.view import Entries, Recycled
 
 
 class DepthsOutput(flax.struct.PyTreeNode):
-    """A teacher-forced pass over `[B, T]` tokens.
+    """Output of a teacher-forced pass over `[B, T]` tokens.
 
     Position i of depth k (index k-1) predicts t[i+k+1]. Positions from T-k on have no input and hold garbage.
     """

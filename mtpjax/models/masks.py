@@ -19,7 +19,7 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) -> View:
-    """Makes the view of whole rows without a cache: causal within each segment, positions from its start.
+    """Makes the view of whole rows without a cache: causal within each segment, with positions counted from its start.
 
     `shift` is added to the rotary positions, for recycled MTP depths.
     """
@@ -52,8 +52,8 @@ def cached_view(
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.
         capacity: slots of the cache, S.
-        num_valid: `[B]` tokens that are certainly committed, if known before the pass; recurrent layers then advance
-            their state at once. None: acceptance decides later.
+        num_valid: `[B]` number of leading tokens that are certain to be committed, if that is known before the pass;
+            recurrent layers then advance their state at once. None: acceptance decides later.
         tree: the tokens form a draft tree. None: each token follows the previous one.
         window: (window size, number of sinks). A token attends to the newest positions within the window, itself
             included, and to the first slots, the sinks. Other slots are not read. None: a token attends to all text
@@ -72,7 +72,7 @@ def cached_view(
         seen = _visible_slots(start, positions, capacity, near, (own, 0))
         sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), *seen, config.sliding_window)
     angles = rotary_angles(config, positions)
-    # Experts process the rows of all devices. They are gathered here, once for all layers.
+    # Experts process the rows of all devices, so the masks of all devices are gathered here, once for all layers.
     all_used = None if is_used is None else all_rows(is_used)
     return View(
         angles, mask, start, num_valid=num_valid, span=span, reach=reach, is_used=is_used, all_used=all_used,
@@ -83,7 +83,7 @@ def cached_view(
 def _visible_slots(
     start: jax.Array, positions: jax.Array, capacity: int, tree: TreeSlots | None, window: tuple[int, int] | None
 ) -> tuple[jax.Array, Span | None, Reach]:
-    """Returns mask, span and reach of a pass with tokens at `positions [B, T]`; other arguments as in `cached_view`."""
+    """Makes mask, span and reach of a pass over tokens at `positions [B, T]`; other arguments as in `cached_view`."""
     width = positions.shape[1]
 
     def is_visible(slots: jax.Array) -> jax.Array:

@@ -131,7 +131,7 @@ def _is_kept(primitive, *_, **settings) -> bool:
 
 
 class MTPModule(nn.Module):
-    """One MTP module: `hidden [B, T, D]` and `embedding [B, T, D]` of the following tokens to `[B, T, D]`.
+    """One MTP module: maps `hidden [B, T, D]` and the `embedding [B, T, D]` of the following tokens to `[B, T, D]`.
 
     DeepSeek-V3 (2412.19437, equations 21-23), in the order of its checkpoints: embedding first. Row i of module k reads
     the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's final norm, which the head
@@ -298,7 +298,7 @@ class MTPModel(nn.Module):
         return self.embedding.T if self.config.tie_word_embeddings else self.head
 
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Applies the head of module `index`, or the trunk's, to normalised states `[..., D]`: `[..., V]` float32."""
+        """Applies module `index`'s head, or the trunk's, to normalised states: `[..., D]` to float32 `[..., V]`."""
         return Vocabulary.of(self.config.vocab_size).gather(self.own_logits(hidden, index=index))
 
     def own_logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
@@ -339,7 +339,7 @@ class MTPModel(nn.Module):
 
 
 def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """Multiplies hidden states `[..., D]` by a head `[D, V]`: logits `[..., V]` float32."""
+    """Multiplies hidden states `[..., D]` by a head `[D, V]`; returns logits `[..., V]` float32."""
     head = head.astype(hidden.dtype)
     if not is_batch_invariant():
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
@@ -349,5 +349,5 @@ def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 
 def bind(model: MTPModel, params: dict) -> Callable[..., Any]:
-    """Binds parameters to a model: `bind(model, params)(tokens, view, method="run_trunk")` calls a method of it."""
+    """Binds parameters to a model: `bind(model, params)(tokens, view, method="run_trunk")` calls its `run_trunk`."""
     return functools.partial(model.apply, {"params": params})

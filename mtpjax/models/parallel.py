@@ -46,8 +46,8 @@ def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tu
     """Returns the manual axes that split the experts, slowest-varying first, and the subset that also splits the rows.
 
     Along the latter, each device runs its experts for the rows of all devices. Decoding splits experts over `data` and
-    `expert` where these divide their number, and rows over `data`. Training splits experts over `expert`, and rows over
-    every axis.
+    `expert` where these axes divide the number of experts, and rows over `data`. Training splits experts over `expert`,
+    and rows over every axis.
     """
     over = axes_that_divide(num_experts, num_shards, EXPERT_AXES if decodes else (("expert",),))
     return over, tuple(axis for axis in over if axis == "data" or not decodes)

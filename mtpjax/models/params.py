@@ -91,7 +91,7 @@ def check_params(params: dict, model: MTPModel) -> None:
         # A common mistake: layers in the wrong form.
         form = "stacked" if model.scan_layers else "unrolled"
         hint = f"; the model expects {form} layers (scan_layers={model.scan_layers})" if "trunk/" in name else ""
-        raise UsageError(f"the parameters are not the model's: {name} has {shapes}{hint}")
+        raise UsageError(f"the parameters do not match the model: {name} has {shapes}{hint}")
 
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
@@ -104,8 +104,8 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
     """Adds untrained MTP modules to a model, to train them.
 
     A new module starts as a copy of the module before it (looped extension, 2603.23911). The first module of a model
-    starts with random projections and a copy of the trunk's last decoder layer, if that layer is of the same kind. All
-    new modules share the trunk's embedding and head.
+    starts with random projections and a copy of the trunk's last decoder layer, if that layer is of the modules' kind.
+    All new modules share the trunk's embedding and head.
 
     Args:
         model: a model with or without MTP modules.
@@ -149,7 +149,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         if index:
             params[f"mtp_{index}"] = copy(params[f"mtp_{index - 1}"])
             continue
-        # The first module: random projections, around a copy of the trunk's last layer if that is of the same kind.
+        # The first module: random projections, around a copy of the trunk's last layer if that is of the modules' kind.
         new = copy(jax.jit(MTPModule(config).init)(key, hidden, hidden, view)["params"])
         last = copy(params["trunk"][f"layer_{config.num_hidden_layers - 1}"])
         params["mtp_0"] = {**new, "block": last} if shapes(last) == shapes(new["block"]) else new

@@ -9,7 +9,7 @@ from mtpjax.models.rope_scaling import Yarn
 
 class _Presets(dict[str, ModelConfig]):
     def __missing__(self, name: str):
-        raise ValueError(f"unknown preset '{name}'{did_you_mean(name, self)}; there are {', '.join(self)}")
+        raise ValueError(f"unknown preset '{name}'{did_you_mean(name, self)}; supported: {', '.join(self)}")
 
 
 # Narrow and deep, so that on a CPU a pass over three tokens costs little more than over one, and drafts are cheap.

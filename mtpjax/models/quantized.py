@@ -48,7 +48,7 @@ def is_scaled(leaf) -> bool:
 
 
 def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """Multiplies `x [..., D]` by a weight `[D, ...]`: `[..., F]` in x's dtype, F the size of the weight's other axes.
+    """Multiplies `x [..., D]` by a weight `[D, ...]` with other axes of total size F; returns `[..., F]` in x's dtype.
 
     XLA first dequantises fp8 weights to an array in x's dtype; the kernel does not.
     """
@@ -73,7 +73,7 @@ def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> 
 
 
 def gated_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """Multiplies `x [..., D]` by gate and up `[D, 2, F]`, and applies SwiGLU: `silu(x gate) * (x up)`, `[..., F]`."""
+    """Applies SwiGLU's gate and up `[D, 2, F]` to `x [..., D]`; returns `silu(x gate) * (x up)`, `[..., F]`."""
     values, scales, block = _as_matrix(weight, x.shape[-1])
     return gated_matmul(x, values, scales, block=block, implementation=implementation)
 

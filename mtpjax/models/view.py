@@ -118,9 +118,9 @@ class Pages(flax.struct.PyTreeNode):
 
         Rows that write to the same page must write to different slots.
         """
-        # Attention multiplies masked values by 0, but 0 * NaN is NaN. NaN in a drafter does not end the request, so
-        # it would stay in the page and spoil the drafts of every later row that gets it. (NaN in the trunk ends the row
-        # and clears its pages.)
+        # Attention multiplies masked values by 0, but 0 * NaN is NaN. NaN in a drafter does not end the request, so it
+        # would stay in the page and spoil the drafts of every later row that gets the page. (NaN in the trunk ends the
+        # row and clears its pages.)
         if self.is_of_drafter:
             new = jnp.where(jnp.isfinite(new), new, 0)
         axis = kept.ndim - 2

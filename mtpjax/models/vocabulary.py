@@ -107,7 +107,7 @@ class Vocabulary:
         return self.merge_top(values.max(axis=-1, keepdims=True), tokens[..., None], values.shape[-1])[1][..., 0]
 
     def top_k(self, values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """Finds the k largest of `[..., local V]`: values and tokens `[..., k]`. Ties go to the lower id."""
+        """Finds the k largest of `[..., local V]`; returns values and tokens `[..., k]`. Ties go to the lower id."""
         if self.axis is None:
             return top_k(values, k)
         return self.merge_top(*top_k(values, min(k, values.shape[-1])), values.shape[-1], k)

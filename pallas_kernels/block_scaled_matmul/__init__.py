@@ -1,6 +1,6 @@
 """Multiplies a few rows by a matrix, optionally fp8 with block scales: chooses a kernel or plain JAX.
 
-Limit: the bytes of the matrix. With at most 64 rows, reading the weights takes longer than multiplying them, so the
+Bottleneck: reading the matrix. With at most 64 rows, reading the weights takes longer than multiplying them, so the
 kernel is optimised for its loads.
 """
 
@@ -55,10 +55,10 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
 
 
 def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementation="auto") -> PartialSums:
-    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs: parts [P, ..., F].
+    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs; returns [P, ..., F].
 
-    `dtype` is the dtype that x is multiplied in and of the total; None: x's dtype. The kernel converts x while it
-    loads.
+    x is multiplied in `dtype`, which is also the dtype of the total; None: x's dtype. The kernel converts x as it loads
+    it.
     """
     [sums] = partial_matmuls(x, ((weights, scales),), block=block, dtype=dtype, implementation=implementation)
     return sums
@@ -153,7 +153,7 @@ def check_matrix(x, weights, scales, block: int, *, layout: str = "[D, F]", mult
     The message calls the weights' shape `layout`; `multiple` must divide F.
     """
     if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0] or weights.shape[1] % multiple:
-        raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and {layout}")
+        raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: expected [..., D] and {layout}")
     if scales is not None and scales.shape != (pl.cdiv(len(weights), block), weights.shape[1]):
         raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
 

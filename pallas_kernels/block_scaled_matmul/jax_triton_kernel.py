@@ -16,7 +16,7 @@ from pallas_kernels.fp8 import FP8_DIVISOR
 
 
 def multiply_few_rows(x, weights, scales, *, tiles, block, dtype, platform) -> jax.Array:
-    """Multiplies rows x [n, D] by weights [D, F], of the fp8 dtypes only float8_e4m3fn, with float32 scales or None.
+    """Multiplies rows x [n, D] by weights [D, F] and float32 scales or None; the only fp8 dtype is float8_e4m3fn.
 
     `tiles` are those of `kernel.choose_tiles`. Returns the parts [P, n, F]: float32, or `dtype` if there is one part.
     """

@@ -180,7 +180,7 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
 
 
 def load_inputs(x_ref, row, first, inputs):
-    """Loads `inputs` inputs of each row of x_ref [n, D] from `first` on, inside a kernel: [rows, inputs]."""
+    """Loads `inputs` inputs of each row of x_ref [n, D] from `first` on, inside a kernel; returns [rows, inputs]."""
     inner, D = first + jnp.arange(inputs), x_ref.shape[1]
     return _load(x_ref, row, inner, inner < D if D % inputs else None)
 

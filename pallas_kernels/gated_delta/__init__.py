@@ -10,9 +10,9 @@ the token's correction.
 | `gated_delta_steps` | a few committed tokens: outputs and the last state | bytes: reads and writes the state |
 | `gated_delta` | prefill and training, in chunks: outputs and the last state | latency, see the kernels |
 
-Verify plus replay move the state three times, for any number W of draft tokens. Keeping a state after each token would
-move it W + 4 times (read, W written; two read and one written to select one) and would hold W states of every layer
-until the tokens are accepted.
+Verify plus replay move the state three times, for any number W of draft tokens. Keeping the state after each token
+would move it W + 4 times (one read and W writes, then two reads and one write to select one of the states), and would
+hold W states of every layer until the tokens are accepted.
 
 Shapes in all ops: q and k `[B, T, K, P]` for K key heads, v `[B, T, J, Q]` for J value heads, all of the same floating
 dtype. Value head j reads key head j // (J / K). log_decay (at most 0) and beta are `[B, T, J]` float32, the state `[B,

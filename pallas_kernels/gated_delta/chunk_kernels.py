@@ -23,8 +23,8 @@ def gated_delta_triton(q, k, v, log_decay, beta, state, segment_ids, interpret):
     prepared = _prepare_chunks(q, k, log_decay, beta, segment_ids, J, interpret)
     num_chunks, chunk = prepared[-1].shape[2:]
     padded = max(BLOCK, pl.next_power_of_2(P))
-    # The chunks are sequential, so parallelism comes from columns of the state: narrow them until there is one program
-    # per processor. Every split reads all keys and queries again, mostly from L2.
+    # The chunks are sequential, so parallelism comes from the state's columns, which are split until there is one
+    # program per processor. Every split reads all keys and queries again, mostly from L2.
     columns = max(BLOCK, min(pl.next_power_of_2(Q), 64))
     while columns > BLOCK and B * J * pl.cdiv(Q, columns) < num_processors():
         columns //= 2
@@ -118,8 +118,8 @@ def _dot(a, b, **transposed):
     """Multiplies with float32 accumulation.
 
     float32 factors are split into three bfloat16 numbers each, and six of their products together are as exact as a
-    float32 product. They run on tensor cores. NVIDIA has no float32 matrix instructions, and Triton would hold both
-    operands in registers and spill them.
+    float32 product. These products run on tensor cores. NVIDIA has no float32 matrix instructions, and for float32
+    operands Triton would hold both in registers and spill them.
     """
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if a.dtype == jnp.float32 else None
     return plt.dot(a, b, precision=precision, **transposed)
@@ -128,12 +128,12 @@ def _dot(a, b, **transposed):
 def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, width):
     """Scores one chunk of C tokens: q_ref, k_ref [C, padded], log_decay_ref, beta_ref [C], optional segments [T].
 
-    Writes system_ref [C, C], which says how each correction depends on earlier ones, and attention_ref [C, C], from
-    corrections to outputs. Also writes decay_from_state_ref and decay_to_state_ref [C], from the incoming and to the
-    outgoing state.
+    Writes system_ref [C, C], which says how each correction depends on earlier ones, and attention_ref [C, C], which
+    maps corrections to outputs. Also writes the decays from the incoming state and to the outgoing state,
+    decay_from_state_ref and decay_to_state_ref [C].
 
-    Limit, by calculation for an H100: bytes. It reads queries and keys once per value head and writes two [C, C]
-    arrays.
+    Calculated bottleneck on an H100: memory traffic. The kernel reads queries and keys once per value head and writes
+    two [C, C] arrays.
     """
     *segment_ref, system_ref, attention_ref, decay_from_state_ref, decay_to_state_ref = refs
     chunk, padded = q_ref.shape
@@ -164,11 +164,11 @@ def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, wid
 
 
 def _solve_kernel(system_ref, beta_ref, inverse_ref, *, num_tokens):
-    """Computes `(I + system)^-1 diag(beta)` of one chunk, all [C, C]; beta_ref [C]. One warp, blocks of 16 tokens.
+    """Computes `(I + system)^-1 diag(beta)` for one chunk, with one warp and blocks of 16 tokens.
 
-    Limit, by calculation for an H100: latency, since the small products depend on each other; the bytes are few. It is
-    a separate kernel because together with the scores it spills registers, which costs more than writing and reading
-    the systems.
+    `system` and the result are [C, C], beta_ref is [C]. Calculated bottleneck on an H100: latency, because the small
+    products depend on each other; little memory is moved. This is a separate kernel because fusing it with the score
+    computation spills registers, which costs more than writing the systems to memory and reading them back.
     """
     chunk = system_ref.shape[0]
     blocks = range(chunk // BLOCK)
@@ -230,9 +230,10 @@ def _chunks_kernel(
     q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref, last_state_ref [padded, columns]; the other refs
     have a leading chunk axis, as `_scores_kernel` and `_solve_kernel` write them.
 
-    Limit, by calculation for an H100: latency. A chunk is five small products, three of which wait for each other, and
-    the next chunk waits for the last one. At batch 1 there is about one program per SM, and two pipeline stages load
-    the next chunk meanwhile. float32 is only for tests: it spills registers and exceeds the shared memory of an MI300X.
+    Calculated bottleneck on an H100: latency. A chunk needs five small products, three of which depend on each other,
+    and each chunk depends on the previous one. At batch 1 there is about one program per SM, and two pipeline stages
+    load the next chunk in the meantime. float32 is only for tests: it spills registers and exceeds the shared memory of
+    an MI300X.
     """
     (num_tokens, padded), (num_chunks, chunk), columns = q_ref.shape, decay_from_state_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns

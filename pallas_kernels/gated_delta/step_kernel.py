@@ -17,8 +17,8 @@ def gated_delta_steps_triton(q, k, v, log_decay, beta, state, *, is_committed, i
     """
     (B, T, K, P), (J, Q) = q.shape, v.shape[2:]
     padded = pl.next_power_of_2(P)
-    # The columns of a state are independent, so they are split over programs: 32 float32 columns are loads of 128
-    # bytes, and several programs fit an SM. Every split reads all queries and keys again.
+    # The columns of a state are independent, so they are split over programs: 32 float32 columns give loads of 128
+    # bytes, and several programs fit on an SM. Every split reads all queries and keys again.
     columns = min(pl.next_power_of_2(Q), 32)
     num_splits = pl.cdiv(Q, columns)
     per_split = J // K * num_bytes(q, k) + num_bytes(log_decay, beta)
@@ -66,9 +66,9 @@ def _steps_kernel(
     q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref [padded, columns]. state_or_corrections_ref gets
     the last state [padded, columns], or the corrections [T, columns].
 
-    Limit, by calculation for an H100 and heads of 128 x 128: for one token, the bytes of the state. Each further token
-    adds 4 operations per element of the state, so arithmetic may dominate from about 5 tokens on. At batch 1 the
-    programs are too few to fill the memory pipeline, and the time is the latency of one load plus T steps.
+    Calculated bottleneck on an H100 with heads of 128 x 128: for one token, moving the state. Each further token adds 4
+    operations per element of the state, so arithmetic may dominate from about 5 tokens on. At batch 1 there are too few
+    programs to fill the memory pipeline, so the time is the latency of one load plus T steps.
     """
     (num_tokens, padded), columns = q_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns

@@ -1,6 +1,6 @@
 """A mixture of SwiGLU experts: runs each token through the experts that the router chose for it.
 
-Limit: for few tokens, the bytes of the chosen experts' weights, each read once; for many tokens, multiplications. The
+Bottleneck: with few tokens, reading the chosen experts' weights, each byte once; with many tokens, multiplications. The
 kernels read only the weights of experts that at least one token chose. XLA's `ragged_dot` and dense products read all
 experts.
 """
@@ -111,7 +111,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, inference: bool) -> float:
-    """Compares the output with the plain sum over all experts, on small arrays; also gradients, unless `inference`."""
+    """Compares the output (and without `inference` the gradients) with the plain sum over experts, on small arrays."""
     n, k, E, D, F, block = 5, 2, 4, 128, 64, 32
     keys = iter(jax.random.split(jax.random.key(0), 7))
     x = jax.random.normal(next(keys), (n, D), dtype)

@@ -4,7 +4,7 @@ Each program takes rows of one expert and one slab of output columns, and writes
 (`route.py`). So the output needs no sort, no two programs write the same element, and the same call gives the same
 bits.
 
-Limit: with `route_few_tokens` the bytes of the active experts, with `route_many_tokens` multiplications.
+Bottleneck: reading the active experts with `route_few_tokens`, and multiplications with `route_many_tokens`.
 
 fp8 weights enter as `uint16`, two columns each, for two reasons. Tensor cores need two neighbouring rows of a column
 packed together, but the path from shared memory transposes 16-bit numbers and not bytes. Also, Pallas uses 32-bit

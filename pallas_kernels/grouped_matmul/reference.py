@@ -26,8 +26,9 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
     fp8 experts are dequantised one at a time, so at most one is held in x's dtype.
 
     XLA first copies each expert out of its stack; on a CPU the copy stays in cache. A conditional per expert and slices
-    taken block by block also copy; gathered weights `gate_up[ids]` move more. Code size and compile time do not depend
-    on the number of experts. Not differentiable in reverse mode, because the number of loop steps is dynamic.
+    taken block by block also copy; gathered weights `gate_up[ids]` move even more data. Code size and compile time do
+    not depend on the number of experts. Not differentiable in reverse mode, because the number of loop steps is
+    dynamic.
     """
     combine = _combine_weights(ids, weights, gate_up.shape[0]).astype(x.dtype)
     # Sort the active experts to the front, so that the loop runs only over them.
@@ -46,9 +47,9 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
 def grouped_matmul_by_pair(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, block=128):
     """Runs each (token, expert) pair separately, in a loop of static length: the form for few tokens on a GPU.
 
-    A loop whose length depends on data returns to the host there after every step, and `grouped_matmul_by_expert`
-    triples an expert's bytes because it copies the expert. `row_times_matrix` reads weights once, as they are stored.
-    Pairs that chose the same expert read it again. Sums are float32.
+    On a GPU, a loop whose length depends on data returns to the host after every step, and `grouped_matmul_by_expert`
+    moves three times an expert's bytes, because it copies the expert. `row_times_matrix` reads weights once, as they
+    are stored. Pairs that chose the same expert read it again. Sums are float32.
     """
     E = gate_up.shape[0]
     k = ids.shape[1]

@@ -29,9 +29,9 @@ class Route:
         num_experts: E.
         num_pairs: n * k.
         num_blocks: Programs per slab of columns.
-        rows_per_product: Rows per product.
+        rows_per_product: Rows of one product.
         max_products: Maximum products per program and weight tile.
-        l2_group: Blocks whose programs for one slab run next to each other and share it in the L2 cache.
+        l2_group: Blocks whose programs for one slab run next to each other and share the slab in the L2 cache.
         bytes_per_slab: Bytes of `tables` that the programs of one slab read.
     """
 

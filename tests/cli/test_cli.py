@@ -270,7 +270,7 @@ def test_wrong_usage_is_exit_code_2(capsys):
     assert exit_code(["generate"]) == 2
     assert exit_code(["no-such-command"]) == 2
     assert exit_code(["quickstart", "--preset", "huge"]) == 2
-    assert "unknown preset 'huge'; there are tiny" in capsys.readouterr().err
+    assert "unknown preset 'huge'; supported: tiny" in capsys.readouterr().err
 
 
 def test_a_bad_checkpoint_is_exit_code_3(tmp_path, capsys):

@@ -125,5 +125,5 @@ def test_options_that_the_state_lacks_are_refused(small):
     plain, sampling = dataclasses.replace(CONFIG, stop_sequences=()), SamplingParams(temperature=1.0, top_k=3, seed=1)
     with pytest.raises(ValueError, match="made without these sampling options: top_k"):
         make_new_rows([np.ones(1, np.int32)], config=plain, sampling=sampling, **settings)
-    with pytest.raises(ValueError, match="2 stop sequences of up to 2 tokens do not fit: the state holds 1 of 1"):
+    with pytest.raises(ValueError, match="2 stop sequences of up to 2 tokens do not fit: the limits are 1 and 1"):
         make_new_rows([np.ones(1, np.int32)], config=CONFIG, sampling=SamplingParams(), **settings)

@@ -42,7 +42,7 @@ def test_layers_with_a_window_have_what_is_not_given_from_the_others():
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match=r"unknown preset 'huge'; there are tiny, small, tiny-moe") as raised:
+    with pytest.raises(ValueError, match=r"unknown preset 'huge'; supported: tiny, small, tiny-moe") as raised:
         presets["huge"]
     assert "\n" not in str(raised.value)
 
@@ -82,7 +82,7 @@ def test_yarn_comes_back_from_plain_values():
         ({"partial_rotary_factor": 0.4}, "rotated channels per head must be even, got 3"),
         ({**LATENT, "kv_lora_rank": 0}, "positive kv_lora_rank, not 0"),
         ({**LATENT, "qk_rope_head_dim": 5}, "rotated channels per head must be even, got 5"),
-        ({**EXPERTS, "moe_intermediate_size": 0}, "moe_intermediate_size, not 0"),
+        ({**EXPERTS, "moe_intermediate_size": 0}, "moe_intermediate_size, got 0"),
         ({**EXPERTS, "n_group": 3}, "n_routed_experts (8) must be divisible by n_group (3)"),
         ({**EXPERTS, "n_group": 4, "topk_group": 5}, "topk_group must be within 1..4, got 5"),
         (

@@ -60,7 +60,7 @@ def test_gradients_are_those_of_xla(key):
 
 def test_wrong_arguments_are_an_error(key):
     x, weights, scales = problem(key, 3, 144, 20, 128, jnp.float32, FP8)
-    with pytest.raises(ValueError, match=r"they are \[..., D\] and \[D, 2 F\]"):
+    with pytest.raises(ValueError, match=r"expected \[..., D\] and \[D, 2 F\]"):
         gated_matmul(x, weights[:, :39])
     with pytest.raises(ValueError, match=r"scales \(1, 40\)"):
         gated_matmul(x, weights, scales[:1])

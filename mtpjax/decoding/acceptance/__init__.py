@@ -19,8 +19,8 @@ returns an `AcceptedPath`.
 Exact rules leave the target's distribution unchanged. `match_tree` (rules `greedy` and `sample`) is exact for any tree,
 however it was chosen. The ratio rules (`token_chain`, `block_chain`, `recursive_tree`, `traversal_tree`) need the q
 that tokens were actually drawn from, and they must see every drafted node: whether a node is submitted must not depend
-on the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so that
-the next token is then drawn from p. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of
+on the token drawn there. Example: let p = (0.7, 0.3) and q = (0.5, 0.5), and drop drafts of the second token, so that
+the next token is drawn from p instead. The first token then appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of
 0.7.
 
 `rules` lists each rule as an `AcceptanceRule`. A user-defined rule is an `AcceptanceRule`, too.

@@ -68,8 +68,8 @@ def typical_tree(
     is_root = jnp.arange(len(parents)) == 0
     is_node = parents >= 0
 
-    # Scores flow down one level per step: after j steps every node at depth <= j has the log-probability of its path.
-    # K steps serve the whole tree. A node that does not pass gives -inf to all its descendants.
+    # Scores flow down one level per step: after j steps every node at depth <= j has the log-probability of its path. K
+    # steps cover the whole tree. A node that does not pass gives -inf to all its descendants.
     def step_down(_, carry):
         depth, score = carry
         return jnp.where(is_node, depth[parents] + 1, 0), jnp.where(is_node, score[parents] + log_p_x, score)

@@ -1,7 +1,7 @@
 """The acceptance rules, one `AcceptanceRule` each. Does not import JAX, so that `--help` can list them.
 
-To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and add an `AcceptanceRule` here;
-all other code reads that. A user-defined rule is an `AcceptanceRule` in the user's module: pass it as
+To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and add an `AcceptanceRule` here,
+from which all other code reads it. A user-defined rule is an `AcceptanceRule` in the user's module: pass it as
 `DecodeConfig(acceptance=...)`, or as `--acceptance package.module:RECORD` on the command line.
 """
 
@@ -37,8 +37,8 @@ class AcceptanceRule:
         needs_q: whether the rule reads q, the distribution that drafts were drawn from, so drafts must be sampled.
         parameters: default values by parameter name, at most two. A `DecodeConfig` field of the same name overrides the
             default. Rules that differ only in these values share a compiled program.
-        follows: set if the rule accepts the drafts that equal the target's token after each node, its arg-max or a
-            sample.
+        follows: set if the rule accepts the drafts that equal the target's token after each node; says whether that
+            token is the arg-max or a sample.
         on_chain: for a "fixed tree" rule, the cheaper rule that is equivalent on a chain.
         reads_shard: whether `function` takes `vocabulary` and only one device's columns of p and q. Otherwise it gets
             all columns.
@@ -71,7 +71,7 @@ class AcceptanceRule:
             raise ValueError(f"acceptance rule '{self.name}' must set exactly one of 'function' and 'follows'")
         # The nodes of a dynamic tree are chosen by their drafted tokens, so a test against q would not be exact.
         if self.needs_q and self.drafts == "any":
-            raise ValueError(f"acceptance rule '{self.name}' needs q: its drafts must be 'chain' or 'fixed tree'")
+            raise ValueError(f"acceptance rule '{self.name}' needs q, so its drafts must be 'chain' or 'fixed tree'")
         if (self.on_chain is None) == (self.drafts == "fixed tree"):
             raise ValueError(f"acceptance rule '{self.name}': set on_chain for drafts='fixed tree', and only then")
         if len(self.parameters) > MAX_PARAMETERS:
@@ -91,7 +91,7 @@ class AcceptanceRule:
 
 _EXACT: Any = {"is_exact": True, "needs_q": True, "reads_shard": True}
 _RULES = (
-    # Rules that follow the target's token after each node, so they are exact for any tree.
+    # These rules follow the target's token after each node, so they are exact for any tree.
     AcceptanceRule("greedy", follows="arg-max", is_exact=True),
     AcceptanceRule("sample", follows="sample", is_exact=True),
     # Ratio rules compare p with q. For chains:

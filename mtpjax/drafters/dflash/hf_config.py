@@ -77,7 +77,7 @@ class BlockFormat:
         describe: returns the keys that only the authors' format has.
         read_heads: reads additional architecture fields from the configuration, the tensor shapes, and D.
         describe_heads: returns the keys that `read_heads` reads.
-        drafts_from_anchor: value of `sample_from_anchor` for files of the authors that do not specify it.
+        drafts_from_anchor: value of `sample_from_anchor` for the authors' files that do not specify it.
     """
 
     name: str

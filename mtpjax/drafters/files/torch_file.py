@@ -122,7 +122,7 @@ class TorchFile:
         if len(entries) != len(self._zip.infolist()) or any(entry.compress_type for entry in entries.values()):
             raise CheckpointFileError(f"{self.path} has compressed or repeated entries, which PyTorch does not write")
         if len(pickles) != 1 or entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
-            raise CheckpointFileError(f"{self.path} is not a file of tensors: it has {len(pickles)} data.pkl")
+            raise CheckpointFileError(f"{self.path} is not a file of tensors: it has {len(pickles)} data.pkl files")
         self._folder = pickles[0].partition("/")[0]
         order = f"{self._folder}/byteorder"
         if order in entries and self._zip.read(order) != b"little":

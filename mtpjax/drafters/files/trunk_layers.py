@@ -48,8 +48,8 @@ def entered_layers(
     if are_outputs and -1 in listed[1:]:
         raise ConfigError(
             f"config.json: {key} {list(listed)} has two readings: -1 is the embedding in this format, and the last "
-            f"layer in others; write the last layer as {num_layers - 1}, and the embedding after other layers in "
-            "speculators' format, as 0 of aux_hidden_state_layer_ids"
+            f"layer in others; write the last layer as {num_layers - 1}. To list the embedding after other "
+            "layers, use speculators' format, where it is 0 in aux_hidden_state_layer_ids"
         )
     layers = tuple(layer + are_outputs for layer in listed)
     if len(set(layers)) != len(layers) or not all(0 <= layer <= num_layers for layer in layers):

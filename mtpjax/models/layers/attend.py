@@ -124,7 +124,7 @@ def attend_cache(
 
 
 def _scores(q: jax.Array, key: jax.Array) -> jax.Array:
-    """Multiplies `q [B, K, T, G, H]` by keys `[B, K, S, H]`: `[B, K, T, G, S]` float32."""
+    """Multiplies `q [B, K, T, G, H]` by keys `[B, K, S, H]`; returns `[B, K, T, G, S]` float32."""
     # Drop batch and head axes of size one: with them, XLA on a CPU first transposes all keys.
     ones = tuple(axis for axis in (0, 1) if key.shape[axis] == 1)
     batch = "".join(name for axis, name in enumerate("BK") if axis not in ones)

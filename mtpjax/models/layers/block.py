@@ -12,7 +12,7 @@ from pallas_kernels.partial_sums import PartialSums
 
 
 class Block(nn.Module):
-    """Maps the residual stream `[B, T, D]` to the stream after attention, and the feed-forward update.
+    """Maps the residual stream `[B, T, D]` to two outputs: the stream after attention and the feed-forward update.
 
     The feed-forward update is not added yet, because the next layer's norm adds it in the same kernel; the argument
     `update` is the previous layer's. Without `x` the stream starts with `update`. Also returns the attention's new

@@ -8,7 +8,7 @@ from pallas_kernels.batch_invariance import is_batch_invariant
 
 
 def activate(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float = 0.0) -> jax.Array:
-    """Applies a gated activation, with inputs or factors `[..., F]` clamped to `limit`; 0: no clamping.
+    """Applies a gated activation to `gate` and `up`, `[..., F]` each, and clamps values to `limit`; 0: no clamping.
 
     Step-3.5 clamps after the activation: `min(silu(gate), limit) * clip(up, -limit, limit)`. With `alpha` (gpt-oss)
     the clamps come first, and the result is `(up + 1) * gate * sigmoid(alpha * gate)`.

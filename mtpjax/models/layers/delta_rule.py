@@ -15,7 +15,7 @@ from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_de
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rms_norm import rms_norm
 
-MAX_STEPWISE_TOKENS = 16  # of a fully committed pass: up to this number token by token, above it in chunks
+MAX_STEPWISE_TOKENS = 16  # a fully committed pass of up to this many tokens runs token by token, a longer one in chunks
 
 
 class DeltaRule(nn.Module):
@@ -48,7 +48,8 @@ class DeltaRule(nn.Module):
             kernel = self.param(name, initial, (D, K, width))
             return matrix_product(x, kernel, implementation=self.implementation).reshape(B, T, K, width)
 
-        # 1. Project to query, key, values and output gates of each key head, and to write strengths and decay inputs.
+        # 1. Project to each key head's query, key, values and output gates, and to the write strengths and decay
+        # inputs.
         conv_inputs, gate = jnp.split(product("qkvz", 2 * P + 2 * G * Q), [2 * P + G * Q], axis=-1)
         write, decay = jnp.split(product("ba", 2 * G).astype(jnp.float32), 2, axis=-1)
         channels = conv_inputs.shape[-1]

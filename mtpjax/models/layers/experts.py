@@ -53,7 +53,7 @@ class SwiGLU(nn.Module):
 
 
 def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementation: str) -> jax.Array:
-    """Runs the chosen experts with `grouped_matmul`: weighted sums `[n, D]` over each token's experts.
+    """Runs the chosen experts with `grouped_matmul`, and returns the weighted sums `[n, D]` over each token's experts.
 
     Args:
         x: `[n, D]` tokens.

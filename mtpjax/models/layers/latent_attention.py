@@ -223,7 +223,7 @@ class LatentAttention(nn.Module):
         selection: Masks | None,
         value_up: jax.Array,
     ) -> jax.Array:
-        """Attends with one key/value head, the latent itself, and N queries `[B, T, N, R + P]`: `[B, T, N, V]`."""
+        """Attends with N queries `[B, T, N, R + P]` to a single head, the latent itself; returns `[B, T, N, V]`."""
         config, q = self.config, absorbed[:, None]
         scale = config.softmax_scale(config.qk_nope_head_dim + config.qk_rope_head_dim)
         settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
@@ -245,7 +245,7 @@ class LatentAttention(nn.Module):
         return jnp.concatenate([latent, k_rope], axis=-1)
 
     def _expands(self, T: int, *, cached: bool) -> bool:
-        """Compares operations: expanding costs R(C+V) per key and head, but narrows each query from R+P to C+P."""
+        """Returns whether to expand, which costs R(C+V) per key and head, but narrows each query from R+P to C+P."""
         if self.expanded is not None:
             return self.expanded
         if is_batch_invariant():
