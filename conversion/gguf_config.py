@@ -152,8 +152,8 @@ def _latent(data: Metadata, heads: int, width: int, factors: np.ndarray | None) 
     key_length = data.integer(key, data.integer("attention.key_length"))
     if key_length <= rotated:
         raise ConfigError(
-            f"{data.architecture}.{key} is {key_length}, not larger than rope.dimension_count {rotated}, the size "
-            "of its rotated part"
+            f"{data.architecture}.{key} is {key_length}, but must be larger than rope.dimension_count "
+            f"({rotated}), the size of its rotated part"
         )
     return {
         "q_lora_rank": data.integer("attention.q_lora_rank", 0),

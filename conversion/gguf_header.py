@@ -174,7 +174,7 @@ class _Cursor:
             dtype = np.dtype(SCALARS[kind])
             if count * dtype.itemsize > MAX_ARRAY_BYTES:
                 raise CheckpointFileError(
-                    f"{self.path}: an array of {count} numbers before byte {self.offset}; at most"
+                    f"{self.path}: the array of {count} numbers at byte {self.offset} is too large: at most"
                     f" {MAX_ARRAY_BYTES} bytes are accepted"
                 )
             return np.frombuffer(self.take(count * dtype.itemsize), dtype)

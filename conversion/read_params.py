@@ -78,7 +78,7 @@ def read_values(files: TensorSource, spec: ParamSpec, index: Index) -> np.ndarra
 
 
 def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index) -> np.ndarray:
-    """Reads the float32 scales for a part of a parameter, repeated along the tensors' rows."""
+    """Reads the float32 scales for a part of a parameter; each block's scales are repeated for its rows."""
     rows = lambda piece, begin, end: _read_scale_rows(files, scales, piece.name, begin, end)
     return _assemble(scale_spec(spec, scales), index, FLOAT32, rows)
 

@@ -56,8 +56,8 @@ def _add_request_flags(bench) -> None:
         default="random",
         metavar="NAME",
         help="random: tokens of common words; random-ids: arbitrary token ids; sharegpt: conversations in JSON or "
-        "JSONL; spec-bench: JSONL of prompts with categories; custom: either of these formats, or a text file with one "
-        "prompt per line, or per paragraph if it has blank lines",
+        "JSONL; spec-bench: JSONL of prompts with categories; custom: a file in the format of sharegpt or spec-bench, "
+        "or a text file with one prompt per line (one per paragraph if the file has blank lines)",
     )
     group.add_argument("--dataset-path", metavar="FILE", help="file of the dataset, unless it is random")
     group.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="categories to use (default: all)")

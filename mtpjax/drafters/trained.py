@@ -206,4 +206,4 @@ def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
         count = num_shards(axis) if sizes is None else sizes.get(axis, 1)
         if count > 1:
             reason = TrainedDrafter.limits.sharded_trunk
-            raise ValueError(f"{reason} ({axis} {count}): split only the rows, over data")
+            raise ValueError(f"{reason} (mesh axis {axis} has size {count}): split only the rows, over data")

@@ -68,7 +68,7 @@ class ExpertRebalancer:
             # Reading waits only if `every` is small: these calls were dispatched many ticks ago.
             counts, self._counts = self._counts, []
             self._waiting.extend(zip(self._placements, np.sum(jax.device_get(counts), axis=0), strict=True))
-        # 2. Count another block of tokens for the next placement.
+        # 2. Count the experts that another block of tokens selects, for the next placement.
         if self._num_ticks % max(self._every // BLOCKS_PER_PLACEMENT, 1) == 0 and self._texts:
             self._count()
 
