@@ -137,8 +137,8 @@ class Scheduler:
                 sequence.num_unread += 1
                 if sequence.is_prefilled:
                     sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
-        # 4. The other rows decode. All rows with drafts have the same depth. A row with a grammar waits for the next
-        #    tick after its prompt: its masks follow from its first new token.
+        # 4. The other rows decode. All rows with drafts have the same depth. A row with a grammar starts
+        #    decoding one tick after its prompt ends, because its masks depend on its first new token.
         just_prefilled = {sequence.id for sequence, *_ in plan.prefills if sequence.matcher is not None}
         decoding = [
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled

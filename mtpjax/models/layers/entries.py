@@ -17,8 +17,8 @@ def append_and_select(
 ) -> tuple[Entries, tuple[Entries, ...], Masks]:
     """Stores the new entries of a pass and selects the keys that its queries attend to.
 
-    `layer_cache` is one layer of a cache. For a pass over whole rows it is `Recycled` if the MTP depth is recycled, else
-    None.
+    `layer_cache` is one layer of a cache. For a pass over whole rows it is `Recycled` if the MTP depth is recycled,
+    else None.
 
     Returns:
         The entries that the layer keeps, the sources of keys, and the mask of each source `[B, T, S]`.
