@@ -369,7 +369,7 @@ def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_pat
     load(checkpoint)  # is still one
     monkeypatch.setattr(profile_file.os, "access", lambda *_: False)
     assert exit_code(["profile", "--model", str(checkpoint)]) == 2
-    assert "choose a different file with --output FILE" in capsys.readouterr().err
+    assert "choose a file with --output FILE" in capsys.readouterr().err
     assert exit_code(["profile", "--model", str(checkpoint), "--num-steps", "0", "--output", str(tmp_path / "x")]) == 2
     assert "num_steps must be at least 1" in capsys.readouterr().err
     assert exit_code(["profile", "--model", str(tmp_path)]) == 3

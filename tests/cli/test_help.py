@@ -225,4 +225,4 @@ def test_help_names_every_draft_method_and_its_default_depth(monkeypatch):
     assert len(found) >= 3 and all(algorithms <= set(re.findall(r"[A-Z0-9]+", text)) for text in found)
     mtp, lookup, eagle3 = (find_method(name).default_levels for name in ("mtp", "lookup", "eagle3"))
     assert sum(f"(default: {mtp} with MTP modules, {lookup} for lookup, else 0)" in text for text in found) >= 2
-    assert all(f"by default {eagle3} for EAGLE-3" in text for text in found)
+    assert all(f"defaults to {eagle3} for EAGLE-3" in text for text in found)

@@ -166,7 +166,7 @@ def test_the_sizes_show_a_weight_that_travels():
         split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("tensor",), ()))
         weight = jax.ShapeDtypeStruct((64, width), np.float32, sharding=split)
         text = jax.jit(lambda weight: 2 * weight, out_shardings=whole).lower(weight).compile().as_text()
-        return Compiled(0, 0, find_collectives(text), 0, 0.0)
+        return Compiled(0, 0, find_collectives(text), 0, 0.0, text)
 
     assert sizes_of_collectives(compiled(32)) != sizes_of_collectives(compiled(64))
 

@@ -295,5 +295,5 @@ def test_a_drafter_refuses_what_it_cannot_do_before_anything_is_compiled(small):
 
 def test_a_file_has_no_folder_for_its_profile(tmp_path):
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(ValueError, match="not a writable folder: choose a different file with --output"):
+    with pytest.raises(ValueError, match="not a writable folder: choose a file with --output"):
         profile_file.default_path(tmp_path / "model.gguf")

@@ -122,8 +122,8 @@ def test_another_shape_dtype_or_tree_is_refused(tmp_path):
     saved(tmp_path, 10)
     like, had = state_at(0), r"float32\[2, 3\] instead of"
     for other, said in (
-        (like | {"weights": {"a": jnp.zeros((3, 2))}}, had + r" float32\[3, 2\] at \['weights'\]"),
-        (like | {"weights": {"a": jnp.zeros((2, 3), jnp.bfloat16)}}, had + r" bfloat16\[2, 3\] at "),
+        (like | {"weights": {"a": jnp.zeros((3, 2))}}, had + r" float32\[3, 2\] for \['weights'\]"),
+        (like | {"weights": {"a": jnp.zeros((2, 3), jnp.bfloat16)}}, had + r" bfloat16\[2, 3\] for "),
         (like | {"more": jnp.zeros(1)}, r"holds nothing instead of float32\[1\] for \['more'\]"),
         ({"weights": like["weights"]}, "holds unexpected arrays"),
     ):
