@@ -70,6 +70,7 @@ def test_numbers_are_those_of_the_reference(rows, D, F, block, weights_dtype, is
     from triton.runtime.interpreter import InterpretedFunction
 
     from pallas_kernels.block_scaled_matmul import jax_triton_kernel
+    from pallas_kernels.block_scaled_matmul.kernel import choose_tiles
 
     def interpret(*operands, kernel, out_type, grid, num_warps, num_stages, name, **constants):
         del num_warps, num_stages, name
@@ -80,9 +81,10 @@ def test_numbers_are_those_of_the_reference(rows, D, F, block, weights_dtype, is
 
     monkeypatch.setattr(jax_triton, "triton_call", interpret)
     x, weights, scales = inputs(key, rows, D, F, block, weights_dtype)
-    settings = {"block": block or 128, "dtype": x.dtype, "platform": platform}
+    sizes = {"block": block or 128, "dtype": x.dtype}
     with batch_invariant(is_invariant):
-        parts = jax_triton_kernel.multiply_few_rows(x, weights, scales, **settings)
+        tiles = choose_tiles(x, [(weights, scales)], **sizes)
+        parts = jax_triton_kernel.multiply_few_rows(x, weights, scales, tiles=tiles, platform=platform, **sizes)
         pallas = partial_matmul(x, weights, scales, block=block or 128, implementation="interpreted")
     assert parts.shape == pallas.parts.shape  # the same tiles and parts
     expected = block_scaled_matmul_reference(x, weights, scales, block=block or 128)

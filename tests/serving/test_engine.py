@@ -249,7 +249,10 @@ def test_a_row_that_becomes_nan_fails_alone(small):
         (Request(prompt=(1,) * 96, max_new_tokens=1), "has 96 tokens; max_length 96 leaves room for 95"),
         (Request(prompt=(1,), max_new_tokens=0), "max_new_tokens must be at least 1"),
         (Request(prompt=(1,), max_new_tokens=1, sampling=SamplingParams(temperature=0.5)), "needs SamplingParams.seed"),
-        (Request(prompt=(1,), max_new_tokens=1, stop_sequences=((1,) * 9,)), "stop sequences of up to 9 tokens do not fit"),
+        (
+            Request(prompt=(1,), max_new_tokens=1, stop_sequences=((1,) * 9,)),
+            "stop sequences of up to 9 tokens do not fit",
+        ),
     ],
 )
 def test_a_wrong_request_is_refused_and_changes_nothing(engines, request_, message):
