@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from mtpjax.models.model import MTPModel
     from mtpjax.models.params import add_mtp_modules, init_params, shard_for_decoding
     from mtpjax.models.presets import presets
+    from mtpjax.serving.engine import Engine
+    from mtpjax.serving.llm import LLM
     from mtpjax.training.config import TrainConfig
     from mtpjax.training.objective import Objective
     from mtpjax.training.trainer import train
 
 __all__ = [
+    "LLM",
     "DecodeConfig",
+    "Engine",
     "GenerationResult",
     "MTPModel",
     "ModelConfig",
@@ -65,6 +69,8 @@ _HOMES = {
     "models.model": ("MTPModel",),
     "models.params": ("add_mtp_modules", "init_params", "shard_for_decoding"),
     "models.presets": ("presets",),
+    "serving.engine": ("Engine",),
+    "serving.llm": ("LLM",),
     "training.config": ("TrainConfig",),
     "training.objective": ("Objective",),
     "training.trainer": ("train",),

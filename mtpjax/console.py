@@ -53,8 +53,10 @@ def print_parts(console: rich.console.Console, parts: Iterable[rich.table.Table 
         console.print(part, soft_wrap=isinstance(part, str), highlight=False, markup=False)
 
 
-def progress_bar(*columns: rich.progress.ProgressColumn) -> rich.progress.Progress:
-    """Makes a progress bar on stderr, shown only on a terminal and removed at the end."""
+def progress_bar(*columns: rich.progress.ProgressColumn, is_shown: bool = True) -> rich.progress.Progress:
+    """Makes a progress bar on stderr, shown only on a terminal and removed at the end; `is_shown=False` hides it."""
     # stdout carries only the command's results, so that they can be piped.
     console = rich.console.Console(stderr=True)
-    return rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return rich.progress.Progress(
+        *columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)
+    )

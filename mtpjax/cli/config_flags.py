@@ -175,13 +175,11 @@ def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
 
     The default is 0 if the method uses the model's MTP modules and the model has none.
     """
-    from mtpjax.drafters.methods import find_method
+    from mtpjax.drafters.methods import default_num_steps
 
     if settings["num_steps"] is not None:
         return settings
-    method = find_method(settings.get("drafter", "mtp"))
-    is_missing = method.is_of_model and not config.num_mtp_modules
-    return settings | {"num_steps": 0 if is_missing else method.default_levels}
+    return settings | {"num_steps": default_num_steps(settings.get("drafter", "mtp"), config)}
 
 
 def sampling_params(options) -> SamplingParams:

@@ -122,7 +122,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         if method is None:
             return settings | {"num_steps": 0, "topk": 1, "num_draft_tokens": None}, None
         return settings | {"drafter": wanted if ":" in wanted else method.name}, None
-    from mtpjax.drafters.methods import METHODS, load_drafter, method_of
+    from mtpjax.drafters.methods import METHODS, default_num_steps, load_drafter, method_of
 
     # 2. Load the drafter, and check that it is of the requested kind.
     is_users = method is not None and method not in METHODS
@@ -136,5 +136,5 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         drafter = dataclasses.replace(drafter, confidence_threshold=threshold)
     # 3. The default depth: all levels of the drafter, or the method's usual number.
     steps = settings["num_steps"]
-    steps = drafter.max_levels or found.default_levels if steps is None else steps
+    steps = default_num_steps(drafter, model.config, found) if steps is None else steps
     return settings | {"drafter": drafter, "num_steps": steps}, draft_params

@@ -141,8 +141,8 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.inference.generate import without_drafts
     from mtpjax.io.checkpoint_format import find_checkpoint
-    from mtpjax.serving.api.text_stream import TextStream
     from mtpjax.serving.offline import complete
+    from mtpjax.serving.text_stream import TextStream
 
     path = find_checkpoint(options.model_path)
     model, params, loaded_config = load_on_mesh(path, options, mesh)

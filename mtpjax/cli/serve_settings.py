@@ -27,7 +27,7 @@ def engine_sizes(options, params: dict, *, model, config, uses_host: bool):
     Raises:
         MemoryTooSmall: there is no room for the pages of one text.
     """
-    from mtpjax.serving.launch import choose_num_pages
+    from mtpjax.serving.memory import choose_num_pages
     from mtpjax.serving.sizes import EngineSettings
 
     limit = model.config.max_position_embeddings

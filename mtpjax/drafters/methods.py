@@ -20,6 +20,7 @@ from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.errors import UsageError, printable
 from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.messages import did_you_mean
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.records import import_record
 
@@ -57,6 +58,20 @@ def uses_mtp_modules(drafter: str | Drafter) -> bool:
     """Returns whether `DecodeConfig.drafter` drafts with the model's MTP modules."""
     method = method_of(drafter)
     return method is not None and method.is_of_model
+
+
+def default_num_steps(drafter: str | Drafter, config: ModelConfig, method: DraftMethod | None = None) -> int:
+    """Returns the default number of draft levels; 0 if the method uses the model's MTP modules and there are none.
+
+    Args:
+        drafter: as in `DecodeConfig`.
+        config: the model's.
+        method: the drafter's method; None: found by the drafter.
+    """
+    method = method or method_of(drafter)
+    if method is not None and method.is_of_model and not config.num_mtp_modules:
+        return 0
+    return getattr(drafter, "max_levels", None) or (1 if method is None else method.default_levels)
 
 
 def load_drafter(

@@ -186,6 +186,14 @@ class Delivery:
         except Exception:
             _log.exception("request %d: its metrics are lost", sequence.id)
 
+    def status(self) -> dict[str, Any]:
+        """Returns the fields of `EngineStatus` for the requests, the tokens and the experts."""
+        counts: dict[str, Any] = {f"num_{name}": self.totals[name] for name in TOTALS}
+        counts["num_waiting"] = len(self.sequences) - len(self._scheduler.running)
+        if (experts := self.rebalancer) is not None:
+            counts |= {"num_rebalancings": experts.num_rebalancings, "expert_imbalance": experts.imbalance}
+        return counts | draft_counts(self.drafts)
+
     def end_late(self) -> None:
         """Ends requests that have waited or run for too long."""
         now, settings = time.monotonic(), self._session.settings

@@ -1,14 +1,12 @@
 """The engine: requests in, tokens out, one thread that keeps the device busy.
 
-A tick (`Engine._tick`) takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan
-(`Executor`), and then reads the reports of the previous tick (`Delivery`), while the device runs this one. Deltas reach
-each request's `deliver` function. Rows with a grammar draft in these calls; their verification is dispatched last, with
-masks that the host computes from the drafts and the text so far.
+The thread takes new requests and aborts from the `Inbox`, and runs a tick (`Ticks`): it plans (`Scheduler`), dispatches
+the calls of the plan (`Executor`), and then reads the reports of the previous tick (`Delivery`), while the device runs
+this one. Deltas reach each request's `deliver` function.
 """
 
+import concurrent.futures
 import itertools
-import logging
-import math
 import queue
 import threading
 import time
@@ -19,11 +17,10 @@ from typing import Any
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.distributed import is_runtime_error
 from mtpjax.errors import LostProcess, printable
-from mtpjax.messages import count_of
+from mtpjax.messages import count_of, require
 from mtpjax.models.model import MTPModel
-from mtpjax.serving.calls import InFlightCall, ScoreCall
 from mtpjax.serving.compilation import Compilation, WarmUp
-from mtpjax.serving.delivery import TOTALS, Delivery, draft_counts
+from mtpjax.serving.delivery import Delivery
 from mtpjax.serving.depth import AdaptiveDepth
 from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.executor import Executor, measure_costs
@@ -35,24 +32,25 @@ from mtpjax.serving.page_exchange import PageExchange
 from mtpjax.serving.page_pool import make_pools
 from mtpjax.serving.request import (
     Deliver,
+    EngineClosed,
     Finish,
     FinishReason,
     QueueFull,
     Request,
+    RequestOutput,
     RequestTimes,
     ScoredText,
     Scores,
     Sequence,
 )
+from mtpjax.serving.running import RequestStream, collect_outputs
 from mtpjax.serving.scheduler import Scheduler, scheduler_settings
 from mtpjax.serving.scoring import check_text
 from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.status import EngineStatus
+from mtpjax.serving.tick import Ticks
 
-RETRY_SECONDS = 1.0  # between two attempts to rebuild the state
 HELD_SECONDS = 0.5  # interval at which the time limits of requests that wait for a program are checked
-
-_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -92,13 +90,13 @@ class Engine:
         grammars: Grammars | None = None,
     ):
         self.settings, self.followers, self.grammars = settings or EngineSettings(), followers, grammars
+        self.config = config
         self.vocab_size = model.config.vocab_size
         self.max_requests = self.settings.num_slots + self.settings.max_waiting
         # 1. The inbox and the thread.
         self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
         self._inbox = Inbox(self._thread)
         self._ids = itertools.count()
-        self._in_flight: list[InFlightCall | ScoreCall] = []
         self._tick_began: float | None = None
         # 2. The parts of a tick.
         settings = self.settings
@@ -112,6 +110,7 @@ class Engine:
         of_scheduler = scheduler_settings(session, self._choose_depth)
         self._scheduler = Scheduler(of_scheduler, make_pools(session.sizes, settings))
         self._delivery = Delivery(session, self._scheduler, self._executor.clear_pages, observe, self._compilation.held)
+        self._ticks = Ticks(self._executor, self._scheduler, self._delivery, self._compilation)
         self.pages = PageExchange(session, self._scheduler, self._inbox)
         self._num_warm_up_programs = 0
 
@@ -149,6 +148,77 @@ class Engine:
             costs = measure_costs(self._executor)
             self._delivery.depth = AdaptiveDepth(costs, self._executor.session.sizes.batch_sizes)
 
+    def __enter__(self) -> "Engine":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(timeout=None if kind is None else 0.0)
+
+    def check(self, request: Request) -> None:
+        """Checks a request without running it.
+
+        Raises:
+            ValueError: the prompt or an option is out of range; the message is one line.
+        """
+        self._executor.programs.make_rows(request)
+
+    def generate(
+        self,
+        requests: TokenSequence[Request],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[RequestOutput]:
+        """Runs requests together and waits for all of them. There may be more of them than the queue holds.
+
+        A first Ctrl-C ends the requests that still run with the reason "abort", and returns; a second one raises.
+
+        Args:
+            requests: the requests.
+            progress: called with the number of requests that have ended and the total.
+
+        Returns:
+            The new tokens of each request, in order. `finish.reason` is "error" if a call of the engine failed.
+
+        Raises:
+            ValueError: a request is out of range; no request has run.
+            QueueFull: the engine shuts down.
+        """
+        return collect_outputs(self, requests, progress)
+
+    def stream(self, request: Request) -> RequestStream:
+        """Starts a request, whose `Delta`s and `Finish` the result yields to `for` or `async for`.
+
+        Raises:
+            ValueError: the request is out of range.
+            QueueFull: too many requests wait, or the engine shuts down.
+        """
+        return RequestStream(self, request)
+
+    def update_params(self, params: dict, draft_params: Any = None) -> None:
+        """Replaces the parameters, as after a training step, and drops the prefix cache. Compiles nothing.
+
+        A request keeps the parameters with which it started: the update waits until all started requests have ended,
+        and the waiting ones start afterwards, with the new parameters. Blocks until then. The engine does not copy
+        arrays that are on its devices already, so do not donate them to another call.
+
+        Args:
+            params: parameters of the same model: the same names, shapes and dtypes.
+            draft_params: the drafter's own parameters; None keeps the current ones.
+
+        Raises:
+            ValueError: the parameters do not match, experts move, or there are several processes.
+            QueueFull: the engine shuts down.
+        """
+        require(self.followers is None, "parameters cannot be replaced in an engine of several processes")
+        weights = self._executor.session.fit_params(params, draft_params)
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        if self._thread.ident is None:
+            self._ticks.add_update(weights, done)
+            self._ticks.update_params()
+        else:
+            self._inbox.post(lambda: self._ticks.add_update(weights, done))
+        self._inbox.wait(done)
+
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Puts a request into the queue.
 
@@ -170,7 +240,7 @@ class Engine:
         sequence = Sequence.new(next(self._ids), request, rows, deliver, scored)
         with self._inbox.changed:
             if self._inbox.is_closing:
-                raise QueueFull("the server shuts down")
+                raise EngineClosed("the engine shuts down")
             # A request with a free slot does not count as waiting, even before it is admitted.
             num_waiting = len(self._delivery.sequences) - self.settings.num_slots
             if num_waiting >= self.settings.max_waiting and scored is None:
@@ -225,26 +295,15 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Returns the load and the counts since the start."""
-        scheduler, session = self._scheduler, self._executor.session
-        delivery, rebalancer = self._delivery, self._delivery.rebalancer
-        counts = draft_counts(delivery.drafts)
-        counts |= {f"num_{name}": delivery.totals[name] for name in TOTALS}
+        session, compilation = self._executor.session, self._compilation
         return EngineStatus(
-            num_running=len(scheduler.running),
-            num_waiting=len(delivery.sequences) - len(scheduler.running),
-            num_slots=self.settings.num_slots,
-            num_pages=sum(pool.num_pages for pool in scheduler.pools),
-            num_used_pages=sum(pool.num_in_use for pool in scheduler.pools),
-            page_size=self.settings.page_size,
-            num_preempted=scheduler.num_preempted,
+            **self._scheduler.status(),
+            **self._delivery.status(),
             num_compilations=session.num_compiled - self._num_warm_up_programs,
             compile_seconds=session.compile_seconds,
-            num_programs_left=self._compilation.num_left,
-            num_compile_waits=self._compilation.num_held,
-            num_rebalancings=0 if rebalancer is None else rebalancer.num_rebalancings,
-            expert_imbalance=(math.nan, math.nan) if rebalancer is None else rebalancer.imbalance,
+            num_programs_left=compilation.num_left,
+            num_compile_waits=compilation.num_held,
             num_received_pages=self.pages.num_received,
-            **counts,
         )
 
     def fail(self, message: str) -> None:
@@ -302,7 +361,7 @@ class Engine:
             with self._inbox.changed:
                 self._tick_began = None
                 # While a request waits for a program, the engine only checks its time limits.
-                while not (self._inbox.actions or self._in_flight or len(self._delivery.sequences) > len(held)):
+                while not (self._inbox.actions or self._ticks.is_busy or len(self._delivery.sequences) > len(held)):
                     if self._inbox.is_closing and not held:
                         return
                     is_notified = self._inbox.changed.wait(HELD_SECONDS if held else None)
@@ -315,53 +374,13 @@ class Engine:
             try:
                 for action in actions:
                     action()
-                self._tick()
+                self._ticks.run()
             except Exception as error:
                 # The other processes may not have failed in the same call, so the states may now differ.
                 if self.followers is not None and (isinstance(error, LostProcess) or is_runtime_error(error)):
                     problem = printable(error, 200)
                     return self.followers.end_process(f"another process has ended, or a call failed: {problem}")
-                self._recover(error)
-
-    def _tick(self) -> None:
-        self._delivery.end_late()
-        # 1. Dispatch this tick's calls. The device runs them in this order.
-        plan, split = self._scheduler.plan(), self._compilation.split
-        calls: list[InFlightCall | ScoreCall] = []
-        leaving = self._executor.move_pages(self._scheduler.pools)
-        for rows in split("admit", plan.admitted):
-            self._executor.admit(rows)
-        if plan.admitted:
-            # Restore snapshots first: the copies for `plan.saved` below may overwrite their rows.
-            self._executor.copy_snapshots(plan.restored, to_state=True)
-            self._delivery.count_admitted(plan.admitted)
-        prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
-        if prompts:
-            chunks = {sequence.id: chunk for chunk in prompts for sequence in chunk[:1]}
-            for rows in split("prefill", [sequence for sequence, *_ in prompts]):
-                calls.append(self._executor.prefill([chunks[sequence.id] for sequence in rows]))
-            self._executor.copy_snapshots(plan.saved, to_state=False)
-        calls += [self._executor.score(chunk) for chunk in plan.prefills if chunk[0].scored is not None]
-        drafts = []
-        for depth, sequences in plan.constrained.items():
-            for rows in split("masked round", sequences, depth):
-                drafts.append(self._executor.draft(rows, depth))
-        for depth, sequences in plan.advances.items():
-            for rows in split("advance", sequences, depth):
-                calls.append(self._executor.advance(rows, depth, plan.num_rounds))
-        if calls or drafts:
-            self._delivery.totals["ticks"] += 1
-            if self._delivery.rebalancer is not None:
-                self._delivery.rebalancer.tick()
-        # 2. Read the reports of the previous tick.
-        for call in self._in_flight:
-            self._delivery.take(call)
-        # 3. The text of rows with a grammar is now known, so their drafts can be masked and verified.
-        calls += [self._executor.verify(draft, self._delivery.allowed(draft)) for draft in drafts]
-        self._in_flight = calls
-        # 4. Pages that left the pool were copied before this tick's calls.
-        for host, copies in leaving:
-            copies.arrive(host)
+                self._ticks.recover(error, lambda: self._inbox.is_closing)
 
     def _choose_depth(self, num_rows: int) -> int:
         """Returns the number of draft levels of the next call, for this number of decoding rows."""
@@ -379,20 +398,3 @@ class Engine:
             self._delivery.end(sequence, "error", f"request {sequence.id} failed: {problem}")
         else:
             self._scheduler.add(sequence)
-
-    def _recover(self, error: Exception) -> None:
-        """Ends the admitted requests, whose state may be lost, and continues with the waiting requests."""
-        _log.error("a call of the engine failed; its requests end", exc_info=error)
-        # 1. End the requests. Their slots and pages are lost.
-        self._in_flight = []
-        for sequence in self._scheduler.restart(make_pools(self._executor.session.sizes, self.settings)):
-            message = f"request {sequence.id} failed: the engine was restarted"
-            self._delivery.end(sequence, "error", message, is_retryable=True)
-        # 2. Rebuild the state. Memory may become free later; the watchdog ends a server that fails for too long.
-        while not self._inbox.is_closing:
-            try:
-                return self._executor.session.reset()
-            except Exception:
-                _log.exception("the engine cannot be restarted; trying again in %.0f s", RETRY_SECONDS)
-                time.sleep(RETRY_SECONDS)
-        raise error

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity
@@ -16,9 +16,15 @@ from mtpjax.decoding.device import fit_params, with_implementation
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.session import Session, in_every_process
-from mtpjax.decoding.state import StateShape
+from mtpjax.decoding.state import DecodeState, StateShape
 from mtpjax.drafters.trained import require_whole_trunk
-from mtpjax.inference.requests import check_settings, explain_param_errors, make_drafter, params_to_device
+from mtpjax.inference.requests import (
+    check_argument_types,
+    check_settings,
+    explain_param_errors,
+    make_drafter,
+    params_to_device,
+)
 from mtpjax.messages import require
 from mtpjax.models import expert_moves
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
@@ -26,7 +32,8 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.expert_counts import count_on_shards, expert_layers
 from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import platform_of
+from mtpjax.models.params import check_params
+from mtpjax.models.sharding import path_name, platform_of
 from mtpjax.serving import host_pages
 from mtpjax.serving.host_pages import Entries, Outgoing, copy_in, copy_out
 from mtpjax.serving.program_set import PendingCall, ProgramKey
@@ -69,14 +76,12 @@ class EngineSession(Session):
             raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
         self.settings, self.announce = settings, announce
         # Check the mesh now, not in the first call of a request.
-        params, model, mesh = fit_params(params_to_device(params), with_implementation(model, config), config)
+        self._given_model = model = with_implementation(model, config)
+        params, model, mesh = fit_params(params_to_device(params), model, config)
         if settings.host_bytes and mesh is not None and mesh.size > 1:
             raise ValueError("pages in host memory need one device, not a mesh: set host_bytes to 0")
         # Without drafts, the drafter's parameters are not read.
-        self.own_draft_params = draft_params if config.num_steps else None
-        if self.own_draft_params is not None and mesh is not None:
-            require_whole_trunk(mesh.shape)
-            self.own_draft_params = jax.device_put(self.own_draft_params, NamedSharding(mesh, PartitionSpec()))
+        self.own_draft_params = self._placed(draft_params, mesh) if config.num_steps else None
         drafter = make_drafter(config)
         limit = check_settings(model, config, drafter)
         self.sizes = resolve_sizes(settings, config, drafter, model, mesh, limit=limit)
@@ -96,8 +101,45 @@ class EngineSession(Session):
         has_few_logits = model.config.vocab_size <= SMALL_VOCABULARY and config.topk == 1
         self.has_plain = platform_of(mesh) != "cpu" or not has_few_logits
         shape = StateShape(settings.num_slots, self.sizes.capacity, STOPS_SHAPE, SamplingFeatures.all_enabled())
+        # JAX compiles a program again if an array is committed to its device and was not before, as a new parameter
+        # may be.
+        params, draft_params = _committed((params, draft_params))
         super().__init__(params, draft_params, decoder=self.sizes.decoder, config=config, mesh=mesh, shape=shape)
         self.snapshots = self._new_snapshots()
+
+    @staticmethod
+    def _placed(draft_params: Any, mesh: Mesh | None) -> Any:
+        """Copies the drafter's own parameters to every device of the mesh."""
+        if draft_params is None or mesh is None:
+            return draft_params
+        require_whole_trunk(mesh.shape)
+        return jax.device_put(draft_params, NamedSharding(mesh, PartitionSpec()))
+
+    def fit_params(self, params: dict, draft_params: Any = None) -> tuple[dict, Any]:
+        """Checks new parameters and moves them to the session's devices; callable from any thread.
+
+        Args:
+            params: parameters of the model that the session was made with.
+            draft_params: the drafter's own parameters; None keeps the current ones.
+
+        Returns:
+            The parameters of the model and those of the drafter, as the session's calls take them.
+
+        Raises:
+            ValueError: a name, shape or dtype differs from the current parameters.
+        """
+        require(self.settings.rebalance_experts_every is None, "parameters cannot be replaced while experts move")
+        check_argument_types(params, model=self._given_model)
+        check_params(params, self._given_model)
+        params, model, _ = fit_params(params_to_device(params), self._given_model, self.config, self.mesh)
+        if draft_params is not None:
+            require(self.own_draft_params is not None, "the drafter has no parameters of its own")
+            own = self._placed(params_to_device(draft_params), self.mesh)
+        else:
+            own = self.own_draft_params
+        if own is None:
+            own = self.decoder.drafter.default_params(params, self.config, model=model)
+        return _like(params, self.params, "params"), _like(own, self.draft_params, "draft_params")
 
     def reset(self) -> None:
         """Makes a state with all slots free, and empty snapshots."""
@@ -108,11 +150,15 @@ class EngineSession(Session):
         super().reset()
         self.snapshots = self._new_snapshots()
 
+    def _new_state(self) -> DecodeState:
+        return _committed(super()._new_state())
+
     def _new_snapshots(self) -> States:
         num_rows = self.sizes.shard_snapshots * self.sizes.num_shards
         if not num_rows:
             return ()
-        return make_snapshots(self.state.trunk, num_rows, config=self.decoder.model.config, mesh=self.mesh)
+        config = self.decoder.model.config
+        return _committed(make_snapshots(self.state.trunk, num_rows, config=config, mesh=self.mesh))
 
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, to_state: bool) -> None:
         """Copies one row per shard between `slots` and snapshot `rows`, both `[P]` int32.
@@ -262,6 +308,20 @@ def count_experts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model:
 def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, config: ModelConfig) -> dict[str, Any]:
     """Moves the experts of a layer to new slots; see `mtpjax.models.expert_moves.move_experts`."""
     return expert_moves.move_experts(experts, placement, config=config)
+
+
+def _committed(tree: Any) -> Any:
+    """Commits arrays to the devices that they are on. Copies nothing."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), tree)
+
+
+def _like(new: Any, old: Any, name: str) -> Any:
+    """Returns the arrays of `new` on the devices of `old`. Raises `ValueError` unless their types are the same."""
+    found, wanted = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (new, old))
+    for path in [*wanted, *found]:
+        types = [f"{of[path].dtype}{list(of[path].shape)}" if path in of else "missing" for of in (found, wanted)]
+        require(types[0] == types[1], f"{name}: {path_name(path)} is {types[0]}; in the engine it is {types[1]}")
+    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), new, old)
 
 
 def _check_rebalancing(params: dict, model: MTPModel, num_devices: int) -> None:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from mtpjax.serving.request import QueueFull
+from mtpjax.serving.request import EngineClosed
 
 ASK_SECONDS = 1.0  # after which a caller checks whether the engine's thread is still alive
 T = TypeVar("T")
@@ -31,15 +31,15 @@ class Inbox:
             self.changed.notify()
 
     def post(self, action: Callable[[], None]) -> None:
-        """Adds a function. Raises `QueueFull` if the thread has ended."""
+        """Adds a function. Raises `EngineClosed` if the thread has ended."""
         with self.changed:
             if self.is_closing and not self._thread.is_alive():
-                raise QueueFull("the server shuts down")
+                raise EngineClosed("the engine shuts down")
             self.actions.append(action)
             self.changed.notify()
 
     def ask(self, compute: Callable[[], T]) -> T:
-        """Runs a function in the thread, and waits for its result. Raises `QueueFull` if the thread has ended."""
+        """Runs a function in the thread, and waits for its result. Raises `EngineClosed` if the thread has ended."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -49,6 +49,10 @@ class Inbox:
                 future.set_exception(error)
 
         self.post(run)
+        return self.wait(future)
+
+    def wait(self, future: concurrent.futures.Future[T]) -> T:
+        """Waits for a result from the thread. Raises `EngineClosed` if the thread has ended."""
         while True:
             try:
                 return future.result(ASK_SECONDS)
@@ -56,4 +60,4 @@ class Inbox:
                 if future.done():  # the function's own error
                     raise
                 if not self._thread.is_alive():
-                    raise QueueFull("the server shuts down") from None
+                    raise EngineClosed("the engine shuts down") from None

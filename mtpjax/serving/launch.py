@@ -8,24 +8,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import jax
 from fastapi import FastAPI
 
-from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.state import StateShape
-from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit
-from mtpjax.inference.requests import make_drafter
 from mtpjax.messages import count_of
-from mtpjax.models.cache import empty_cache, recurrent_entries
-from mtpjax.models.config import ModelConfig
-from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import mesh_of
-from mtpjax.serving import host_pages
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.compilation import WarmUp
 from mtpjax.serving.engine import Engine
@@ -33,11 +21,9 @@ from mtpjax.serving.http_server import address_of, run_app, tell
 from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
-from mtpjax.serving.sizes import EngineSettings, resolve_sizes
 from mtpjax.serving.watchdog import Watchdog
 
 ERROR_SECONDS = 1.0  # for clients to receive their errors before the process ends
-CPU_POOL_BYTES = 1 << 30  # size of the default pool if no accelerator reports its memory
 
 _log = logging.getLogger(__name__)
 
@@ -57,55 +43,6 @@ class ServerSettings:
     drain_seconds: float = 30.0
     header_seconds: float = 30.0
     warm_up: WarmUp = "first"
-
-
-def page_bytes(decoder: Decoder, dtype: Any) -> int:
-    """Computes how many bytes a page takes in all caches, over all devices; the decoder's pool must have one page."""
-    state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
-    return host_pages.page_bytes(host_pages.page_shapes((state.trunk, state.drafter)))
-
-
-def state_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Computes how many bytes a row's recurrent states take, over all devices; 0 for models without such states."""
-    cache = jax.eval_shape(lambda: empty_cache(config, config.trunk_kinds, 1, 1, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recurrent_entries(cache)))
-
-
-def choose_num_pages(
-    params: dict, model: MTPModel, decode: DecodeConfig, settings: EngineSettings, memory_fraction: float
-) -> int:
-    """Chooses the size of the pool: enough for the longest text in every slot, or as much as memory allows.
-
-    Args:
-        params: the parameters of `model`, on their devices.
-        decode: settings that all requests share.
-        settings: the engine's settings, of which only slots, length and snapshots matter.
-        memory_fraction: fraction of the accelerator's memory that weights and pages may take.
-
-    Raises:
-        MemoryTooSmall: the remaining memory has no room for one text.
-    """
-    embedding, config = params["embedding"], model.config
-    limit = config.max_position_embeddings
-    sizes = resolve_sizes(settings, decode, make_drafter(decode), model, mesh_of(embedding), limit=limit)
-    per_row, devices = sizes.max_pages, embedding.devices()
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    stats = [device.memory_stats() for device in own]
-    if all(stats):
-        # Every device holds its shard of the weights already, and its share of each page.
-        room = sum(memory_fraction * each["bytes_limit"] - each["bytes_in_use"] for each in stats if each)
-        # All processes must choose the same size.
-        room = min(gather_values(room * len(devices) / len(own)))
-    else:
-        room = CPU_POOL_BYTES
-    room -= sizes.num_shards * sizes.shard_snapshots * state_bytes(config, embedding.dtype)
-    num_pages = int(room // page_bytes(sizes.decoder.replace(pool=(1, settings.page_size)), embedding.dtype))
-    if num_pages < per_row and all(stats):
-        raise MemoryTooSmall(
-            f"the memory has room for {max(num_pages, 0) * settings.page_size} tokens, but a text may have "
-            f"{sizes.max_length}: lower --context-length, or raise --mem-fraction-static"
-        )
-    return max(min(num_pages, per_row * settings.num_slots), per_row)
 
 
 @contextlib.contextmanager

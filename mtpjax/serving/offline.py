@@ -18,31 +18,10 @@ from mtpjax.decoding.state import NewRows
 from mtpjax.inference.generate import BatchCall, decode_batch, make_call
 from mtpjax.inference.requests import repeat_first_row
 from mtpjax.models.model import MTPModel
-from mtpjax.serving.api.text_stream import Span, TextStream
+from mtpjax.serving.completion import Completion
+from mtpjax.serving.text_stream import Span, TextStream
 
 ROUNDS_PER_CHECK = 16  # rounds between two searches for stop strings; each search copies the tokens to the host
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """The continuation of one prompt.
-
-    Attributes:
-        spans: its text by token, without the stop string or stop token that ended it.
-        tokens: new tokens, up to the one that completed a stop string.
-        finish_reason: "stop" for a stop string, stop token or stop sequence, "length" for the limit.
-        matched_stop: the stop string or stop token; None for the limit.
-    """
-
-    spans: list[Span]
-    tokens: list[int]
-    finish_reason: str
-    matched_stop: str | int | None
-
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(span.text for span in self.spans)
 
 
 class CompletedBatch(NamedTuple):

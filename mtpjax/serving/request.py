@@ -17,6 +17,10 @@ class QueueFull(Exception):
     """The engine's queue is full, or the engine shuts down; the client should try again later."""
 
 
+class EngineClosed(QueueFull):
+    """The engine shuts down, and accepts no requests."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """One text to continue.
@@ -84,6 +88,25 @@ class Finish:
     accepted: tuple[int, ...] = ()
     message: str = ""
     is_retryable: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """The new tokens of a request that has ended.
+
+    Attributes:
+        request: the request.
+        tokens: the new token ids.
+        origins: draft level that proposed each token; 0: a bonus token, which the trunk drew itself.
+        logprobs: log-probability of each token; None unless requested.
+        finish: how the request ended, and its counts.
+    """
+
+    request: Request
+    tokens: list[int]
+    origins: list[int]
+    logprobs: list[float] | None
+    finish: Finish
 
 
 @dataclasses.dataclass

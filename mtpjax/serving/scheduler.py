@@ -84,7 +84,11 @@ def scheduler_settings(session: EngineSession, depth_of: Callable[[int], int]) -
 
 
 class Scheduler:
-    """Manages the queue, the slots and the pages, with one pool per shard."""
+    """Manages the queue, the slots and the pages, with one pool per shard.
+
+    Attributes:
+        holds_new: admit only requests that have been admitted before.
+    """
 
     def __init__(self, settings: SchedulerSettings, pools: list[PagePool]):
         self.settings = settings
@@ -92,6 +96,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order in which they entered
         self._preempted: list[Sequence] = []  # some of their reports have not been read yet
         self.num_preempted = 0
+        self.holds_new = False
         self.restart(pools)
 
     def restart(self, pools: list[PagePool]) -> list[Sequence]:
@@ -106,6 +111,22 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self._preempted)
+
+    def status(self) -> dict[str, int]:
+        """Returns the fields of `EngineStatus` for the queue, the slots and the pages."""
+        return {
+            "num_running": len(self.running),
+            "num_slots": self.settings.num_slots * len(self.pools),
+            "num_pages": sum(pool.num_pages for pool in self.pools),
+            "num_used_pages": sum(pool.num_in_use for pool in self.pools),
+            "page_size": self.pools[0].page_size,
+            "num_preempted": self.num_preempted,
+        }
+
+    @property
+    def has_started(self) -> bool:
+        """True if a request is running, or was preempted."""
+        return bool(self.running or self._preempted or any(each.times.started is not None for each in self.waiting))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a request; a text to score goes first, because its request has already waited."""
@@ -123,8 +144,8 @@ class Scheduler:
                 self._grow(sequence)
         # 2. Admit new requests.
         self._requeue_preempted()
-        while self.waiting and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
+        while (sequence := self._next_waiting()) is not None and self._admit(sequence):
+            self.waiting.remove(sequence)
             plan.admitted.append(sequence)
             if sequence.lease is not None and sequence.lease.snapshot is not None:
                 plan.restored.append((sequence, sequence.lease.snapshot))
@@ -197,6 +218,11 @@ class Scheduler:
         for sequence in sorted(ready, key=lambda each: each.id, reverse=True):
             self._preempted.remove(sequence)
             self.waiting.appendleft(sequence)
+
+    def _next_waiting(self) -> Sequence | None:
+        """Returns the request to admit next; None if there is none."""
+        allowed = (each for each in self.waiting if each.times.started is not None or not self.holds_new)
+        return next(allowed, None)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a request a slot and pages. Returns False if there are not enough."""

@@ -18,8 +18,8 @@ from mtpjax import (
 )
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.io.checkpoint import load
-from mtpjax.serving.api.text_stream import TextStream
 from mtpjax.serving.offline import complete
+from mtpjax.serving.text_stream import TextStream
 from tests.helpers.tiny_model import MODEL
 
 CONFIG = DecodeConfig(max_new_tokens=4)

@@ -9,7 +9,7 @@ from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.inference.requests import make_drafter
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.launch import choose_num_pages
+from mtpjax.serving.memory import choose_num_pages
 from mtpjax.serving.request import Request
 from mtpjax.serving.sizes import EngineSettings, resolve_sizes
 from tests.helpers.engine_client import Client

@@ -33,6 +33,9 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
+    def check(self, request):
+        pass
+
     def submit(self, request, deliver):
         with self._changed:
             if len(self._running) >= self.max_requests:

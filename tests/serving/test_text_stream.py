@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from mtpjax.serving.api.text_stream import TextStream
+from mtpjax.serving.text_stream import TextStream
 from tests.helpers import chatml
 from tests.helpers.decoder_kinds import KINDS, make_tokenizer
 

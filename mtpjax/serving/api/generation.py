@@ -10,67 +10,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from mtpjax.serving.api.engine_client import EngineClient
 from mtpjax.serving.api.errors import ApiError, log_fault, require, shutting_down
-from mtpjax.serving.api.text_stream import Span, TextStream
-from mtpjax.serving.request import Delta, Finish, Request
+from mtpjax.serving.completion import Choice, Job, Update
+from mtpjax.serving.request import Delta, Finish
 
 BYTES_PER_TOKEN = 96  # a token, its draft level and its log-probability, as Python objects in lists
 MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One text to generate, with its stop strings."""
-
-    request: Request
-    stop: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """New output of one text. `logprobs` is empty unless requested."""
-
-    choice: "Choice"
-    spans: list[Span]
-    tokens: list[int]
-    logprobs: list[float]
-
-    @property
-    def text(self) -> str:
-        return "".join(span.text for span in self.spans)
-
-
-class Choice:
-    """One text during its generation.
-
-    Attributes:
-        index: its index among the HTTP request's texts.
-        tokens: new tokens so far, excluding tokens after a stop string.
-        logprobs: log-probabilities of `tokens`, if requested.
-        finish: how it ended; None while it is running.
-    """
-
-    def __init__(self, index: int, job: Job, stream: TextStream, request_id: int):
-        self.index, self.request, self.stream, self.request_id = index, job.request, stream, request_id
-        self.text = ""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.finish: Finish | None = None
-
-    def push(self, tokens: list[int], levels: list[int], logprobs: list[float]) -> Update:
-        piece = self.stream.push(tokens, levels)
-        tokens, logprobs = tokens[: piece.num_tokens], logprobs[: piece.num_tokens]
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.text += piece.text
-        return Update(self, piece.spans, tokens, logprobs)
-
-    def end(self, finish: Finish) -> Update:
-        rest = self.stream.finish()
-        # The engine may have reached its limit before it learned of the stop string.
-        reason = "stop" if self.stream.is_stopped else finish.reason
-        self.finish = dataclasses.replace(finish, reason=reason, num_new_tokens=len(self.tokens))
-        self.text += rest.text
-        return Update(self, rest.spans, [], [])
 
 
 class Generation:
@@ -103,6 +47,7 @@ class Generation:
         self._num_bytes = 0
         self._is_closed = self._is_too_slow = False
         self.choices: list[Choice] = []
+        self._ids: list[int] = []  # the engine's numbers of the choices
         self._open: set[int] = set()
         client.running[self._key] = self._open
         try:
@@ -113,28 +58,21 @@ class Generation:
             raise
 
     def _submit(self, index: int, job: Job) -> Choice:
-        request = job.request
-        stream = TextStream(
-            self._client.tokenizer.incremental_decoder(request.prompt),
-            stop=job.stop,
-            hidden_tokens=request.stop_token_ids,
-            min_tokens=int(request.sampling.min_new_tokens),  # type: ignore[arg-type]
-        )
-
         def deliver(event: Delta | Finish) -> None:
             # In the engine's thread.
             self._mailbox.post(self._receive, index, event)
 
         try:
-            request_id = self._client.engine.submit(request, deliver)
+            request_id = self._client.engine.submit(job.request, deliver)
         except ValueError as error:
             raise ApiError(str(error)) from error
         self._open.add(request_id)
-        return Choice(index, job, stream, request_id)
+        self._ids.append(request_id)
+        return Choice(index, job, job.text_stream(self._client.tokenizer))
 
     def _receive(self, index: int, event: Delta | Finish) -> None:
         if isinstance(event, Finish):
-            self._open.discard(self.choices[index].request_id)
+            self._open.discard(self._ids[index])
             self._forget_if_done()
         if self._is_closed:
             return
@@ -163,10 +101,11 @@ class Generation:
                     _check_finish(event, choice)
                     yield choice.end(event)
                 elif not choice.stream.is_stopped:
-                    logprobs = [json_logprob(each) for each in event.logprobs or ()]
-                    update = choice.push(event.tokens, event.origins, logprobs)
+                    if event.logprobs is not None:
+                        event = dataclasses.replace(event, logprobs=[json_logprob(each) for each in event.logprobs])
+                    update = choice.push(event)
                     if choice.stream.is_stopped:
-                        self._client.engine.abort(choice.request_id, "stop")
+                        self._client.engine.abort(self._ids[index], "stop")
                     yield update
 
     def _drain(self) -> Iterator[tuple[int, Delta | Finish]]:

@@ -9,9 +9,10 @@ from fastapi.responses import Response
 
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.serving.api.errors import ApiError, shutting_down
-from mtpjax.serving.api.generation import Generation, Job, new_id
+from mtpjax.serving.api.generation import Generation, new_id
 from mtpjax.serving.api.http import run_while_connected
 from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.completion import Job
 from mtpjax.serving.request import QueueFull
 from mtpjax.serving.request import Request as EngineRequest
 

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from mtpjax.data.tokenizer import Tokenizer
-from mtpjax.serving.api.generation import Choice, json_logprob
+from mtpjax.serving.api.generation import json_logprob
+from mtpjax.serving.completion import Choice
 from mtpjax.serving.request import Scores
 
 

@@ -9,12 +9,13 @@ from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import unsupported
-from mtpjax.serving.api.generation import Choice, Generation, Job, Update
+from mtpjax.serving.api.generation import Generation
 from mtpjax.serving.api.http import client_of, owner_of
 from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
 from mtpjax.serving.api.options import read_openai
 from mtpjax.serving.api.server import ApiServer, Reply
 from mtpjax.serving.api.usage import speculation, usage
+from mtpjax.serving.completion import Choice, Job, Update
 
 
 class OpenAIReply(Reply):

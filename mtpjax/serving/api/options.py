@@ -21,9 +21,9 @@ from mtpjax.serving.api.errors import (
     require,
     unsupported,
 )
-from mtpjax.serving.api.generation import Job
 from mtpjax.serving.api.grammars import GrammarField, read_grammar
 from mtpjax.serving.api.settings import Limits
+from mtpjax.serving.completion import Job
 from mtpjax.serving.matcher import Grammar
 from mtpjax.serving.request import Request
 

@@ -15,13 +15,14 @@ from mtpjax.data.template_worker import WORKER
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.engine_client import Engine, EngineClient
 from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down, unsupported
-from mtpjax.serving.api.generation import Generation, Job, new_id
+from mtpjax.serving.api.generation import Generation, new_id
 from mtpjax.serving.api.grammars import GrammarField
 from mtpjax.serving.api.http import EventStream, client_of, owner_of, read_json, run_while_connected
 from mtpjax.serving.api.readers import SMALL_BODY_BYTES, Readers
 from mtpjax.serving.api.reading_result import Reading
 from mtpjax.serving.api.settings import ApiSettings, Limits
 from mtpjax.serving.api.turns import Turns
+from mtpjax.serving.completion import Job
 from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, GrammarTooSlow
 from mtpjax.serving.matcher import Grammar
 from mtpjax.serving.request import Request, Scores

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
-from mtpjax.serving.api.generation import Choice, Generation, Job
+from mtpjax.serving.api.generation import Generation
 from mtpjax.serving.api.http import client_of, owner_of
 from mtpjax.serving.api.options import read_generate
 from mtpjax.serving.api.server import ApiServer, Reply
 from mtpjax.serving.api.usage import meta_info
+from mtpjax.serving.completion import Choice, Job
 
 
 class GenerateReply(Reply):

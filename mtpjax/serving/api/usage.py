@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.serving.api.generation import Choice
+from mtpjax.serving.completion import Choice
 from mtpjax.serving.request import Finish
 
 

@@ -9,9 +9,10 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers
 
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.generation import Generation, Job, new_id
+from mtpjax.serving.api.generation import Generation, new_id
 from mtpjax.serving.api.http import read_bytes, run_while_connected
 from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.completion import Job
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import Transfer

@@ -1,0 +1,436 @@
+"""From text to text in Python: a model, its tokenizer and an engine, as in vLLM's `LLM`."""
+
+import dataclasses
+import json
+import logging
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+from jax.sharding import Mesh
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+from mtpjax import compat
+from mtpjax.console import progress_bar
+from mtpjax.data.tokenizer import Tokenizer, load_tokenizer
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.drafters.methods import default_num_steps, load_drafter, uses_mtp_modules
+from mtpjax.errors import UsageError, printable
+from mtpjax.evaluation.self_check import check_acceptance
+from mtpjax.io.checkpoint import load
+from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.messages import did_you_mean
+from mtpjax.models.model import MTPModel
+from mtpjax.models.params import shard_for_decoding
+from mtpjax.serving.completion import Choice, Completion, Job
+from mtpjax.serving.completion_stream import CompletionStream
+from mtpjax.serving.engine import Engine
+from mtpjax.serving.grammar import Grammars
+from mtpjax.serving.matcher import Grammar
+from mtpjax.serving.memory import MEMORY_FRACTION, choose_num_pages
+from mtpjax.serving.request import Delta, Finish, Request
+from mtpjax.serving.running import check_all, run_requests
+from mtpjax.serving.sizes import EngineSettings
+
+Messages = Sequence[Mapping[str, Any]]
+# Fields of `DecodeConfig` that belong to a text, and one that only `speculative_generate` supports.
+TEXT_FIELDS = ("max_new_tokens", "stop_token_ids", "stop_sequences", "logprobs", "depth_policy")
+
+_log = logging.getLogger("mtpjax.llm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Options of `LLM.generate`, `LLM.chat` and `LLM.stream`, which take them as keyword arguments.
+
+    Attributes:
+        max_new_tokens: maximum number of new tokens; None: as many as `LLM.engine.max_length` leaves room for.
+        stop: a stop string, or several. A text ends before the first of them.
+        stop_token_ids: tokens that end a text, in addition to the model's end tokens.
+        ignore_eos: the model's end tokens do not end a text.
+        logprobs: return the log-probability of each new token.
+        json_schema: a JSON schema that the text must match, as an object or as JSON.
+        regex: a regular expression that the whole text must match.
+        speculative: False decodes without drafts.
+    """
+
+    max_new_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    speculative: bool = True
+
+    def __post_init__(self):
+        if not all(isinstance(each, str) and each for each in self.stop_strings):
+            raise UsageError(f"stop must be a string or strings, none of them empty, got {self.stop!r}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.json_schema is not None and self.regex is not None:
+            raise UsageError("json_schema and regex cannot be combined")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class LLM:
+    """Generates texts with a model: loads it, and decodes many prompts at a time with continuous batching.
+
+    Drafts never change a text at temperature 0 in float32, nor the distribution of texts above it, unless `acceptance`
+    is a lossy rule. A program is compiled when a call first needs it. All methods may be called from any thread.
+
+    Args:
+        path: anything that `mtpjax.load` accepts.
+        draft_model: folder or Hub repository of a trained drafter (`mtpjax.load_drafter`); None: the draft method is
+            `drafter`, which defaults to the model's MTP modules.
+        mesh: shards the model over devices: a mesh, or its sizes by axis, such as `{"tensor": 2}`.
+        dtype: dtype to cast the parameters to; None keeps the files' dtypes.
+        chat_template: jinja2 template that replaces the checkpoint's.
+        model_type: model family, if the checkpoint's `config.json` does not say it.
+        memory_fraction: fraction of an accelerator's memory for weights and KV cache.
+        **settings: fields of `DecodeConfig`, such as `num_steps`, `topk` and `acceptance`, and of
+            `mtpjax.serving.sizes.EngineSettings`, such as `num_slots` (texts that decode at the same time) and
+            `max_length`. `num_steps` defaults to 2 with MTP modules, and to the usual depth of other draft methods.
+
+    Raises:
+        CheckpointError: the files are missing, damaged or unsupported.
+        UsageError: there is no such setting.
+        ValueError: settings contradict each other or the model.
+        MemoryTooSmall: the memory has no room for one text.
+
+    Attributes:
+        engine: the engine that runs the texts.
+        tokenizer: the tokenizer.
+
+    Example:
+        >>> import tempfile
+        >>> import jax, mtpjax
+        >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])  # a model of bytes, not trained
+        >>> folder = tempfile.mkdtemp() + "/checkpoint"
+        >>> mtpjax.save(folder, model, mtpjax.init_params(model, jax.random.key(0)))
+        >>> with mtpjax.LLM(folder, max_length=64, num_slots=2) as llm:
+        ...     completions = llm.generate(["def ", "import "], max_new_tokens=4, progress=False)
+        >>> [len(each.tokens) for each in completions]
+        [4, 4]
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        *,
+        draft_model: Any = None,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        dtype: Any = None,
+        chat_template: str | None = None,
+        model_type: str | None = None,
+        memory_fraction: float = MEMORY_FRACTION,
+        **settings: Any,
+    ):
+        decode, engine = _split_settings(settings)
+        allow_copies = bool(decode.get("allow_copies", False))
+        on_mesh = compat.make_mesh(dict(mesh)) if isinstance(mesh, Mapping) else mesh
+        place = find_checkpoint(path)
+        model, params = load(place, dtype=dtype, mesh=on_mesh, allow_copies=allow_copies, model_type=model_type)
+        tokenizer = load_tokenizer(place, model.config.vocab_size, chat_template=chat_template)
+        draft_params = None
+        if draft_model is not None:
+            drafter, draft_params = load_drafter(draft_model, model=model, method=decode.get("drafter"))
+            decode["drafter"] = drafter
+        if on_mesh is not None:
+            model, params = shard_for_decoding(model, params, on_mesh, allow_copies=allow_copies)
+        self._start(params, model, tokenizer, draft_params, decode, engine, memory_fraction)
+        # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
+        config = self.engine.config
+        if config.num_steps and uses_mtp_modules(config.drafter):
+            check_acceptance(place, model, params)
+
+    @classmethod
+    def from_params(
+        cls,
+        params: dict,
+        *,
+        model: MTPModel,
+        tokenizer: Tokenizer,
+        draft_params: Any = None,
+        memory_fraction: float = MEMORY_FRACTION,
+        **settings: Any,
+    ) -> "LLM":
+        """Makes an `LLM` from parameters in memory, for example during training.
+
+        Args:
+            params: parameters of `model`, with unrolled layers.
+            model: the model.
+            tokenizer: from `mtpjax.load_tokenizer`.
+            draft_params: parameters of the setting `drafter`, both from `mtpjax.load_drafter`.
+            memory_fraction: as in `LLM`.
+            **settings: as in `LLM`.
+
+        Raises:
+            UsageError, ValueError, MemoryTooSmall: as in `LLM`.
+        """
+        llm = cls.__new__(cls)
+        llm._start(params, model, tokenizer, draft_params, *_split_settings(settings), memory_fraction)
+        return llm
+
+    def _start(
+        self,
+        params: dict,
+        model: MTPModel,
+        tokenizer: Tokenizer,
+        draft_params: Any,
+        decode: dict[str, Any],
+        engine: dict[str, Any],
+        memory_fraction: float,
+    ) -> None:
+        if decode.get("num_steps") is None:
+            decode["num_steps"] = default_num_steps(decode.get("drafter", "mtp"), model.config)
+        config, settings = DecodeConfig(**decode), EngineSettings(**engine)
+        if settings.num_pages is None:
+            num_pages = choose_num_pages(params, model, config, settings, memory_fraction)
+            settings = dataclasses.replace(settings, num_pages=num_pages)
+        self.tokenizer, self._grammars, self._no_grammars = tokenizer, None, ""
+        try:
+            self._grammars = Grammars(tokenizer, model.config.vocab_size)
+        except (ImportError, ValueError) as error:
+            self._no_grammars = str(error)
+        self.engine = Engine(
+            params,
+            model=model,
+            config=config,
+            settings=settings,
+            draft_params=draft_params,
+            grammars=self._grammars,
+        )
+        self.engine.start()
+        # The engine's thread refers to the engine, so nothing else would end it.
+        self._close = weakref.finalize(self, self.engine.close, 0.0)
+
+    @overload
+    def generate(
+        self,
+        prompts: str,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[Completion]: ...
+
+    def generate(self, prompts, sampling=None, *, progress=True, **options):
+        """Continues texts.
+
+        A first Ctrl-C ends the texts that still run with the reason "abort", and returns all texts; a second one
+        raises.
+
+        Args:
+            prompts: one text, or any number of texts or lists of token ids, of any lengths.
+            sampling: sampling parameters for all prompts, or one per prompt; None is greedy. Prompt i uses seed + i, or
+                a random seed if none is given.
+            progress: show a progress bar on a terminal.
+            **options: fields of `TextOptions`; `max_new_tokens` defaults to 128.
+
+        Returns:
+            The completion of each prompt, in order; of a single text, its completion. `finish_reason` is "error", with
+            a warning in the log, if a call of the engine failed.
+
+        Raises:
+            ValueError: a prompt or an option is out of range; no text has been generated.
+        """
+        is_one = isinstance(prompts, str)
+        texts = [prompts] if is_one else list(prompts)
+        tokens = [self._encode(text) for text in texts]
+        completions = self._run(self._jobs(tokens, sampling, {"max_new_tokens": 128} | options), progress)
+        return completions[0] if is_one else completions
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Answers conversations, encoded by the model's chat template exactly as the server does.
+
+        Args:
+            messages: a conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
+            sampling: as in `generate`.
+            tools: JSON schemas of tools, for templates that show them. Calls in the answer are not parsed.
+            chat_template_kwargs: variables of the template, such as `{"enable_thinking": False}`.
+            progress: as in `generate`.
+            **options: fields of `TextOptions`; without `max_new_tokens`, an answer may be as long as fits.
+
+        Returns:
+            The answer's `Completion`; for a list of conversations, a list of them.
+
+        Raises:
+            ConversationError: the chat template rejects a conversation.
+            ValueError: as for `generate`.
+        """
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        tokens = [self._encode_chat(each, tools, chat_template_kwargs) for each in conversations]
+        completions = self._run(self._jobs(tokens, sampling, options), progress)
+        return completions[0] if is_one else completions
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> CompletionStream:
+        """Starts to continue a text, or to answer a conversation, and yields the new text as it is generated.
+
+        Args:
+            prompt: a text, token ids, or a conversation.
+            sampling: sampling parameters; None is greedy.
+            tools: as in `chat`.
+            chat_template_kwargs: as in `chat`.
+            **options: fields of `TextOptions`; `max_new_tokens` has the default of `generate` or `chat`.
+
+        Returns:
+            An iterable of strings, for `for` and for `async for`; afterwards it has the `completion`.
+
+        Raises:
+            ValueError: the prompt or an option is out of range.
+            QueueFull: too many requests wait.
+        """
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            tokens = self._encode_chat(prompt, tools, chat_template_kwargs)
+        else:
+            tokens, options = self._encode(prompt), {"max_new_tokens": 128} | options
+        [job] = self._jobs([tokens], sampling, options)
+        return CompletionStream(self.engine.stream(job.request), Choice(0, job, job.text_stream(self.tokenizer)))
+
+    def update_params(self, params: dict, draft_params: Any = None) -> None:
+        """Replaces the model's parameters without compiling; see `mtpjax.Engine.update_params`."""
+        self.engine.update_params(params, draft_params)
+
+    def close(self) -> None:
+        """Ends the texts that still run, and stops the engine."""
+        self._close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or not all(isinstance(each, int) for each in prompt):
+            raise UsageError(f"a prompt must be a string or a list of token ids, got {printable(repr(prompt), 100)}")
+        return list(prompt)
+
+    def _encode_chat(self, messages: Any, tools: Any, variables: Mapping[str, Any] | None) -> list[int]:
+        messages = [dict(message) for message in messages]
+        return self.tokenizer.apply_chat_template(
+            messages, tools=list(tools), add_generation_prompt=True, **(variables or {})
+        )
+
+    def _jobs(self, prompts: Sequence[Sequence[int]], sampling: Any, options: dict[str, Any]) -> list[Job]:
+        """Makes the engine's requests."""
+        known = [field.name for field in dataclasses.fields(TextOptions)]
+        for name in options:
+            if name not in known:
+                raise UsageError(f"unknown option {name}{did_you_mean(name, known)}: known are {', '.join(known)}")
+        text = TextOptions(**options)
+        each = (
+            [sampling or SamplingParams()] * len(prompts) if isinstance(sampling, SamplingParams | None) else sampling
+        )
+        if len(each) != len(prompts):
+            raise UsageError(f"sampling has {len(each)} entries for {len(prompts)} prompts")
+        grammar, first_seed = self._grammar(text), int.from_bytes(os.urandom(8))
+        ends = () if text.ignore_eos else self.tokenizer.eos_token_ids
+        jobs = []
+        for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            room = max(self.engine.max_length - len(prompt), 1)
+            seed = first_seed if params.seed is None else params.seed
+            request = Request(
+                prompt=tuple(prompt),
+                max_new_tokens=min(text.max_new_tokens or room, room),
+                sampling=dataclasses.replace(params, seed=(seed + number) % 2**64),  # type: ignore[operator]
+                stop_token_ids=tuple(dict.fromkeys([*ends, *text.stop_token_ids])),
+                logprobs=text.logprobs,
+                speculative=text.speculative,
+                grammar=grammar,
+            )
+            jobs.append(Job(request, text.stop_strings))
+        return jobs
+
+    def _grammar(self, text: TextOptions) -> Grammar | None:
+        if text.json_schema is None and text.regex is None:
+            return None
+        if self._grammars is None:
+            raise UsageError(f"json_schema and regex are not available: {self._no_grammars}")
+        if text.regex is not None:
+            return self._grammars.compile("regex", text.regex)
+        schema = text.json_schema
+        return self._grammars.compile("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+    def _run(self, jobs: list[Job], progress: bool) -> list[Completion]:
+        """Runs requests to their end, with a progress bar."""
+        requests = [job.request for job in jobs]
+        check_all(self.engine, requests)
+        choices = [Choice(index, job, job.text_stream(self.tokenizer)) for index, job in enumerate(jobs)]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        begin, num_tokens = time.monotonic(), 0
+        with progress_bar(*columns, is_shown=progress) as bar:
+            task = bar.add_task("generating", total=len(jobs))
+
+            def receive(index: int, event: Delta | Finish) -> bool:
+                nonlocal num_tokens
+                choice = choices[index]
+                if isinstance(event, Finish):
+                    choice.end(event)
+                    bar.update(task, advance=1)
+                elif not choice.stream.is_stopped:
+                    num_tokens += len(choice.push(event).tokens)
+                    bar.update(task, description=f"{num_tokens / (time.monotonic() - begin):.0f} tokens/s")
+                return choice.stream.is_stopped
+
+            run_requests(self.engine, requests, receive)
+        completions = [choice.completion() for choice in choices]
+        for number, completion in enumerate(completions):
+            if completion.finish_reason in ("error", "invalid"):
+                _log.warning("prompt %d: %s", number, completion.finish and completion.finish.message)
+        num_aborted = sum(completion.finish_reason == "abort" for completion in completions)
+        if num_aborted:
+            _log.warning("interrupted: %d of %d texts are incomplete", num_aborted, len(completions))
+        return completions
+
+
+def _split_settings(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divides settings into the fields of `DecodeConfig` and of `EngineSettings`, which has `max_length`."""
+    engine_names, decode_names = (
+        [field.name for field in dataclasses.fields(kind) if field.name not in TEXT_FIELDS]
+        for kind in (EngineSettings, DecodeConfig)
+    )
+    for name in settings:
+        if name in TEXT_FIELDS:
+            raise UsageError(f"{name} is no setting of LLM: generate, chat and stream have options for each text")
+        if name not in engine_names and name not in decode_names:
+            hint = did_you_mean(name, [*engine_names, *decode_names])
+            raise UsageError(f"unknown setting {name}{hint}; LLM takes the fields of DecodeConfig and EngineSettings")
+    engine = {name: value for name, value in settings.items() if name in engine_names}
+    return {name: value for name, value in settings.items() if name not in engine_names}, engine

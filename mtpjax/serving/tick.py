@@ -1,0 +1,123 @@
+"""One tick of an engine: plan calls, dispatch them, and read the reports of the previous tick's calls.
+
+The device runs the calls of this tick while the host reads those reports. Rows with a grammar draft in these calls;
+their verification is dispatched last, with masks that the host computes from the drafts and the text so far.
+"""
+
+import collections
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mtpjax.serving.calls import InFlightCall, ScoreCall
+from mtpjax.serving.compilation import Compilation
+from mtpjax.serving.delivery import Delivery
+from mtpjax.serving.executor import Executor
+from mtpjax.serving.page_pool import make_pools
+from mtpjax.serving.scheduler import Scheduler
+
+RETRY_SECONDS = 1.0  # between two attempts to rebuild the state
+
+_log = logging.getLogger(__name__)
+
+
+class Ticks:
+    """Runs an engine's ticks, and recovers from a call that failed. All methods are called in the engine's thread.
+
+    Attributes:
+        in_flight: dispatched calls whose reports have not been read.
+    """
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, delivery: Delivery, compilation: Compilation):
+        self._executor, self._scheduler, self._delivery = executor, scheduler, delivery
+        self._compilation = compilation
+        self.in_flight: list[InFlightCall | ScoreCall] = []
+        self._updates: collections.deque[tuple[tuple[dict, Any], concurrent.futures.Future[None]]] = collections.deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a tick is needed even without requests."""
+        return bool(self.in_flight or self._updates)
+
+    def run(self) -> None:
+        """Runs one tick."""
+        self._delivery.end_late()
+        self.update_params()
+        # 1. Dispatch this tick's calls. The device runs them in this order.
+        plan, split = self._scheduler.plan(), self._compilation.split
+        calls: list[InFlightCall | ScoreCall] = []
+        leaving = self._executor.move_pages(self._scheduler.pools)
+        for rows in split("admit", plan.admitted):
+            self._executor.admit(rows)
+        if plan.admitted:
+            # Restore snapshots first: the copies for `plan.saved` below may overwrite their rows.
+            self._executor.copy_snapshots(plan.restored, to_state=True)
+            self._delivery.count_admitted(plan.admitted)
+        prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
+        if prompts:
+            chunks = {sequence.id: chunk for chunk in prompts for sequence in chunk[:1]}
+            for rows in split("prefill", [sequence for sequence, *_ in prompts]):
+                calls.append(self._executor.prefill([chunks[sequence.id] for sequence in rows]))
+            self._executor.copy_snapshots(plan.saved, to_state=False)
+        calls += [self._executor.score(chunk) for chunk in plan.prefills if chunk[0].scored is not None]
+        drafts = []
+        for depth, sequences in plan.constrained.items():
+            for rows in split("masked round", sequences, depth):
+                drafts.append(self._executor.draft(rows, depth))
+        for depth, sequences in plan.advances.items():
+            for rows in split("advance", sequences, depth):
+                calls.append(self._executor.advance(rows, depth, plan.num_rounds))
+        if calls or drafts:
+            self._delivery.totals["ticks"] += 1
+            if self._delivery.rebalancer is not None:
+                self._delivery.rebalancer.tick()
+        # 2. Read the reports of the previous tick.
+        for call in self.in_flight:
+            self._delivery.take(call)
+        # 3. The text of rows with a grammar is now known, so their drafts can be masked and verified.
+        calls += [self._executor.verify(draft, self._delivery.allowed(draft)) for draft in drafts]
+        self.in_flight = calls
+        # 4. Pages that left the pool were copied before this tick's calls.
+        for host, copies in leaving:
+            copies.arrive(host)
+
+    def add_update(self, weights: tuple[dict, Any], done: concurrent.futures.Future[None]) -> None:
+        """Replaces the parameters once the started requests have ended; until then, no other request starts."""
+        self._updates.append((weights, done))
+        self._scheduler.holds_new = True
+
+    def update_params(self) -> None:
+        """Applies the oldest update unless a started request is left."""
+        if not self._updates or self.in_flight or self._scheduler.has_started:
+            return
+        weights, done = self._updates.popleft()
+        # Cached entries and snapshots come from the old parameters.
+        for pool in self._scheduler.pools:
+            pool.forget()
+        self._executor.session.params, self._executor.session.draft_params = weights
+        self._scheduler.holds_new = bool(self._updates)
+        done.set_result(None)
+
+    def recover(self, error: Exception, is_closing: Callable[[], bool]) -> None:
+        """Ends the admitted requests, whose state may be lost, and continues with the waiting requests.
+
+        Raises:
+            Exception: `error`, if the engine closes before its state could be rebuilt.
+        """
+        _log.error("a call of the engine failed; its requests end", exc_info=error)
+        # 1. End the requests. Their slots and pages are lost.
+        self.in_flight = []
+        session = self._executor.session
+        for sequence in self._scheduler.restart(make_pools(session.sizes, session.settings)):
+            message = f"request {sequence.id} failed: the engine was restarted"
+            self._delivery.end(sequence, "error", message, is_retryable=True)
+        # 2. Rebuild the state. Memory may become free later; the watchdog ends a server that fails for too long.
+        while not is_closing():
+            try:
+                return session.reset()
+            except Exception:
+                _log.exception("the engine cannot be restarted; trying again in %.0f s", RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS)
+        raise error
