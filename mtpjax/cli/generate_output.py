@@ -1,5 +1,6 @@
 """The output of `mtpjax generate`: texts, log-probabilities, counts, and the comparison with plain decoding."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,6 +12,7 @@ from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
+COLORS = ("green", "cyan", "magenta", "yellow")  # of the draft levels
 
 
 class Output:
@@ -18,6 +20,7 @@ class Output:
 
     def __init__(self, options, tokenizer, *, is_one: bool):
         self._options, self._tokenizer, self._is_one = options, tokenizer, is_one
+        self._printer = SpanPrinter()
 
     def write(self, prompts: list, rows: list[list[int]], completions: Sequence, scores: list | None) -> None:
         """Prints a batch."""
@@ -29,7 +32,8 @@ class Output:
             # A chat shows only the answer. Several answers need a line that identifies the prompt.
             if self._options.chat and not self._is_one:
                 print(f"[{prompt.id}] {printable(prompt.text, 70)}")
-            _print_text("" if self._options.chat else prompt.text, completion.spans)
+            self._printer.write(completion.spans, "" if self._options.chat else prompt.text)
+            print()
             if own_scores is not None:
                 print(*self._format_scores(completion.tokens, own_scores), sep="\n")
             sys.stdout.flush()
@@ -69,22 +73,36 @@ class Output:
         return self._tokenizer.decode([token]) or f"<token {token}>"
 
 
-def _print_text(prompt: str, spans: Sequence) -> None:
-    """Prints a prompt and its continuation. A terminal shows accepted drafts in a color per level."""
-    import rich.console
-    import rich.text
+class SpanPrinter:
+    """Prints generated text to stdout. A terminal shows accepted drafts in a color per level.
 
-    console = rich.console.Console(highlight=False, soft_wrap=True)
-    # rich replaces tabs and drops other control characters, so text for a file or pipe is printed without it.
-    if not console.is_terminal:
-        print(prompt, *(span.text for span in spans), sep="")
-        return
-    colors = ("green", "cyan", "magenta", "yellow")
-    text = rich.text.Text(prompt, style="bold")
-    # Each draft level has a color; tokens that the trunk drew itself are not colored.
-    for part, level in spans:
-        text.append(part, style=colors[(level - 1) % len(colors)] if level else "")
-    console.print(text)
+    Attributes:
+        is_terminal: stdout is a terminal.
+    """
+
+    def __init__(self):
+        import rich.console
+
+        self._console = rich.console.Console(highlight=False, soft_wrap=True)
+        self.is_terminal = self._console.is_terminal
+
+    def write(self, spans: Sequence, before: str = "") -> None:
+        """Prints spans without a newline, after the text `before` in bold."""
+        import rich.text
+
+        # rich replaces tabs and drops other control characters, so text for a file or pipe is printed without it.
+        if not self.is_terminal:
+            print(before, *(span.text for span in spans), sep="", end="", flush=True)
+            return
+        text = rich.text.Text(end="").append(before, style="bold")
+        # Tokens that the trunk drew itself are not colored.
+        for part, level in spans:
+            text.append(part, style=COLORS[(level - 1) % len(COLORS)] if level else "")
+        self._console.print(text, end="")
+
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        """Shows on a terminal that the program waits; "" shows nothing."""
+        return self._console.status(what) if what and self.is_terminal else contextlib.nullcontext()
 
 
 def print_stats(results: list, texts: list[list[int]], config) -> None:

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from mtpjax.cli import (
     bench_serving,
+    chat,
     conversion,
     generate,
     measuring,
@@ -37,7 +38,19 @@ from mtpjax.host import describe_address_limit, keep_freed_memory
 from mtpjax.version import __version__
 
 # In the order in which `--help` lists them.
-MODULES = (training, generate, regenerate, conversion, planning, tuning, measuring, vocabulary, serve, bench_serving)
+MODULES = (
+    training,
+    generate,
+    chat,
+    regenerate,
+    conversion,
+    planning,
+    tuning,
+    measuring,
+    vocabulary,
+    serve,
+    bench_serving,
+)
 COMMANDS = {name: run for module in MODULES for name, run in module.COMMANDS.items()}
 # The first class that an exception is an instance of determines the exit code. `errors.py` explains the codes.
 EXIT_CODES = (

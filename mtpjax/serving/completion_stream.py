@@ -57,6 +57,11 @@ class CompletionStream:
         return spans
 
     @property
+    def tokens(self) -> list[int]:
+        """The new tokens so far."""
+        return self._choice.tokens
+
+    @property
     def completion(self) -> Completion:
         """The whole text and its counts.
 

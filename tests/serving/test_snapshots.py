@@ -51,7 +51,7 @@ def run(engine, prompt, max_new_tokens=1):
         actions, engine._inbox.actions = engine._inbox.actions, []
         for action in actions:
             action()
-        engine._tick()
+        engine._ticks.run()
         while not events.empty():
             if isinstance(event := events.get(), Finish):
                 return event, contents[0] if contents else None
