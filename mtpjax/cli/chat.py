@@ -16,16 +16,16 @@ from mtpjax.errors import UsageError, printable
 from mtpjax.messages import count_of
 
 COMMANDS_HELP = (
-    "/reset starts a new conversation; /exit or Ctrl-D ends; Ctrl-C stops an answer; a line that ends with \\ continues "
-    "on the next line"
+    "/reset starts a new conversation; /exit or Ctrl-D ends; Ctrl-C stops an answer; a line that ends with \\ "
+    "continues on the next line"
 )
 
 
 def add_commands(commands) -> None:
     parser = command_parser(
-        "Talk to a model in the terminal. Answers appear as they are generated, with accepted drafts in color, followed "
-        "by their speed and accept length. Standard input may also be a pipe or file with one message per line; then "
-        "only the answers go to standard output."
+        "Talk to a model in the terminal. Answers appear as they are generated, with accepted drafts in color, "
+        "followed by their speed and accept length. Standard input may also be a pipe or file with one message per "
+        "line; then only the answers go to standard output."
     )
     common.add_decoding_model_flags(parser)
     group = parser.flag_group("conversation")
