@@ -42,8 +42,8 @@ def choose_prefill_chunk(
     """Chooses the number of tokens per row in one prefill pass.
 
     Each pass reads all weights, so on a GPU longer prompts get longer chunks, if the widest array of a pass fits
-    into 1 GiB. This array contains either the feed-forward activations, or the float32 scores `[B, heads, chunk, slots]`
-    of an indexer or of XLA attention. On a CPU, short chunks are as fast as long ones and need less padding.
+    into 1 GiB. It contains either the feed-forward activations, or the float32 scores `[B, heads, chunk, slots]` of an
+    indexer or of XLA attention. On a CPU, short chunks are as fast as long ones and need less padding.
 
     Args:
         batch: number of rows in the call, B.
