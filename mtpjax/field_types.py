@@ -93,7 +93,7 @@ def check_used(config: Any, rows: Iterable[tuple[str, bool, str]], prefix: str =
 
     Args:
         config: a dataclass.
-        rows: one per setting: its name, whether it has an effect, and what it needs to have an effect.
+        rows: one tuple per setting, with its name, whether it has an effect, and what it needs to have an effect.
         prefix: prefix of the names in messages, such as "objective.".
     """
     for name, has_effect, need in rows:

@@ -8,7 +8,7 @@ from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 
 def match_chain(drafts: jax.Array, target_tokens: jax.Array) -> jax.Array:
-    """Counts accepted drafts: the longest prefix that equals the target's tokens.
+    """Counts the accepted drafts, which are the longest prefix that equals the target's tokens.
 
     Target token j follows drafts 1..j, so target tokens 0..n are the n accepted drafts and the bonus token.
 
@@ -65,8 +65,8 @@ def block_chain(
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the first i drafts pass with probability
     h_i = r_i / (r_i + 1 - w_i), where r_i is the sum of max(w_i p - q, 0) after them; h_K = w_K. The rule accepts the
-    longest prefix that passes. The bonus token comes from max(w p - q, 0), or from p if all K drafts are accepted. The
-    expected number of accepted drafts is never below that of `token_chain`.
+    longest prefix that passes. The bonus token comes from max(w p - q, 0), or from p if all K drafts are accepted. In
+    expectation, the rule accepts at least as many drafts as `token_chain`.
 
     Args:
         num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
@@ -83,7 +83,7 @@ def block_chain(
 
     _, w = jax.lax.scan(narrow, jnp.ones_like(p[0, 0]), ratios, unroll=True)
     w = jnp.concatenate([jnp.ones_like(p[0, :1]), w])  # [K+1]
-    # r_i: the target's probability mass that the next draft does not cover; w_i after the last draft.
+    # r_i: the target's probability mass that the next draft does not cover. After the last draft it is w_i.
     proposed = _proposed(q, position, num_drafted)
     r = vocabulary.sum(jnp.maximum(w[:, None] * p - proposed, 0))  # [K+1]
     # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
