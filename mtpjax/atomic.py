@@ -48,13 +48,13 @@ def atomic_folder(
             unfinished.mkdir()
             locks.enter_context(_lock(unfinished))
             yield unfinished
-            # A folder cannot be renamed onto one with files, so the old folder is moved away first.
+            # A folder cannot be renamed onto a folder that contains files, so the old folder is moved away first.
             if path.exists():
                 locks.enter_context(_lock(path))
                 path.rename(old)
             try:
                 unfinished.rename(path)
-            # The rename failed: restore the old folder, even after Ctrl-C.
+            # If the rename fails, restore the old folder, even after Ctrl-C.
             except BaseException:
                 if old.exists():
                     old.rename(path)
@@ -84,7 +84,7 @@ def _clear_leftovers(path: pathlib.Path) -> None:
     """Removes leftovers of killed processes next to `path`, and restores an old folder that was not replaced."""
     name = re.compile(rf"\.(tmp|old)-{re.escape(path.name)}-\d+-[0-9a-f]{{8}}")
     found = [each for each in path.parent.glob(".*") if name.fullmatch(each.name)] if path.parent.is_dir() else []
-    # A running process holds the lock of its folder.
+    # A running process keeps its folder locked, so a folder that can be locked is a leftover.
     for folder in sorted(found):
         with contextlib.suppress(OSError), _lock(folder) as is_dead:
             if is_dead and folder.name.startswith(".old-") and not path.exists():
@@ -127,7 +127,7 @@ def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_output_file(path) -> None:
-    """Checks that a file can be written, before the work that produces its content.
+    """Checks that a file can be written. Call it before the work that produces the content.
 
     Args:
         path: the file; it and its folder need not exist.

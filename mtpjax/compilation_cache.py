@@ -1,6 +1,6 @@
 """The folder where commands keep compiled programs between runs. Imports no JAX, which reads these settings only once.
 
-    $XDG_CACHE_HOME/mtpjax/compiled/KEY/    ~/.cache without XDG_CACHE_HOME
+    $XDG_CACHE_HOME/mtpjax/compiled/KEY/    (~/.cache if XDG_CACHE_HOME is not set)
 
 JAX's cache key covers versions and flags. Programs for CPUs also depend on the processor's features and the number of
 threads, so KEY is a digest of these. Only the commands call `enable`; importing mtpjax changes no setting.

@@ -123,7 +123,7 @@ class ResumableError(Exception):
     """The run was interrupted and saved what it needs to continue. The command line exits with 75 (EX_TEMPFAIL)."""
 
 
-# The reasons for which a training run is interrupted.
+# Reasons why a training run is interrupted.
 class Preempted(ResumableError):
     """The run received a stop signal (SIGTERM or SIGUSR1) and saved its state; `--resume` continues from there."""
 

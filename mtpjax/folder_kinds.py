@@ -98,7 +98,7 @@ def _describe_weights(names: list[str]) -> str | None:
 
 
 def _read(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """Reads a JSON object. Returns an empty one if the file is damaged, which loading reports."""
+    """Reads a JSON object; returns an empty one if the file is damaged, because loading reports the damage."""
     try:
         values = parse_json(read_inside(folder, name, max_bytes=MAX_CONFIG_BYTES) or b"null")
     except (UnsafeFileError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The process's threads, memory and sockets. Imports no JAX: threads and memory are configured before JAX starts."""
+"""Configures the process's threads, memory and sockets. Imports no JAX, because it must run before JAX starts."""
 
 import contextlib
 import os
@@ -76,8 +76,8 @@ def describe_address_limit() -> str:
     return f"`ulimit -v` allows {soft >> 20} MiB of address space, which counts reserved memory too: raise it"
 
 
-# glibc reads these when a process starts: blocks of up to 4 GB come from the heap, the heap shrinks only if 8 GB are
-# free at its end, and it uses huge pages.
+# glibc reads these settings when a process starts. They make blocks of up to 4 GB come from the heap, shrink the heap
+# only if 8 GB are free at its end, and enable huge pages.
 _GLIBC_TUNABLES = {"mmap_threshold": 4_000_000_000, "trim_threshold": 8_000_000_000, "hugetlb": 1}
 
 

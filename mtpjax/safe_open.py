@@ -1,8 +1,8 @@
-"""Opens files of a checkpoint safely, and parses untrusted JSON.
+"""Opens checkpoint files safely, and parses untrusted JSON.
 
-Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if, with symlinks
-resolved, it is a regular file inside the checkpoint directory. In the Hugging Face cache, the files of a snapshot are
-symlinks into a sibling folder of blobs; these symlinks are accepted.
+Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if its path resolves
+to a regular file inside the checkpoint directory. In the Hugging Face cache, the files of a snapshot are symlinks into
+a sibling folder of blobs; these symlinks are accepted.
 """
 
 import io
@@ -71,7 +71,7 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
 
 
 def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
-    """Reads a small file of a checkpoint directory.
+    """Reads a small file in a checkpoint directory.
 
     Returns:
         The content, or `None` if the directory has no such file.

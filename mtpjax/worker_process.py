@@ -88,7 +88,7 @@ class WorkerProcess:
             if self._process.poll() is None:
                 return self._process
             self._stop()
-        # -P: the script's folder may have modules with common names, which must not shadow other modules.
+        # Use -P, because modules in the script's folder may have common names and must not shadow other modules.
         command, pipe = [sys.executable, "-P", os.path.abspath(self._script)], subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
         for stream in (process.stdin, process.stdout):
@@ -124,7 +124,7 @@ def _exchange(process: subprocess.Popen, line: Sequence[bytes], end: float) -> b
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         selector.register(target, selectors.EVENT_WRITE)
-        # The only line end of an answer is its last byte.
+        # An answer contains only one line end, which is its last byte.
         while not parts[-1].endswith(b"\n"):
             ready = selector.select(max(end - time.monotonic(), 0))
             if not ready:

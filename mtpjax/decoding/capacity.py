@@ -10,7 +10,7 @@ def round_up_capacity(size: int) -> int:
     """Rounds a number of cache slots up, so that calls of similar lengths share one compiled program.
 
     Args:
-        size: slots needed.
+        size: number of slots needed.
 
     Returns:
         At least 256 slots, in multiples of 128. From 1024 slots on, in multiples of a quarter of the largest power of

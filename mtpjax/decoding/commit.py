@@ -1,4 +1,4 @@
-"""Commit: append the accepted tokens, keep their cache entries, end finished rows, and update the depth policy."""
+"""Commits a round: appends the accepted tokens, keeps their cache entries, ends rows, and updates the depth policy."""
 
 import functools
 from collections.abc import Callable

@@ -22,7 +22,7 @@ KV_CACHE_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m
 
 
 MAX_INTEGER = 2**31 - 1  # token ids and counts are int32 on the device
-# The smallest value of each field that is an integer or None.
+# The smallest allowed value of each field that is an integer or None.
 MINIMA = {"max_new_tokens": 1, "num_steps": 0, "topk": 1, "num_draft_tokens": 2, "relaxed_topk": 1, "draft_window": 1}
 MINIMA |= {"draft_sinks": 0, "max_length": 2, "prefill_chunk": 1, "min_rows": 1}
 
@@ -182,7 +182,7 @@ class DecodeConfig:
         # 1. Check types first, so that later checks compare plain numbers. Lists become tuples, which are hashable.
         check_scalar_fields(self)
         self._convert_sequences()
-        # 2. Ranges of single values.
+        # 2. Check the ranges of single values.
         for name, minimum in MINIMA.items():
             value = getattr(self, name)
             require(value is None or value >= minimum, f"{name} must be at least {minimum}, got {value}")
@@ -207,7 +207,7 @@ class DecodeConfig:
             f"drafter must be a name such as 'mtp' or 'lookup', or a Drafter, got {self.drafter!r}",
         )
         require(all(self.stop_sequences), "stop_sequences contains an empty sequence")
-        # 4. Combinations of values.
+        # 4. Check combinations of values.
         self._check_tree()
         self._check_policy()
 

@@ -36,8 +36,8 @@ class Weights(flax.struct.PyTreeNode):
 class Drafter:
     """A draft method. This base class drafts nothing, which makes every round a plain decoding step.
 
-    A drafter is a frozen dataclass: hashable, and static under `jax.jit`. Its arrays live in its parameters (a separate
-    tree) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
+    A drafter is a frozen dataclass, so it is hashable and static under `jax.jit`. Its arrays live in its parameters (a
+    separate tree) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
     `select_states` on the verification pass, then `commit`. Prefill calls `select_states` and `extend` once per chunk.
     An adaptive call keeps its depth while `backlog_fits` is True, and calls `drain_backlog` before it continues at any
     depth.
@@ -79,7 +79,7 @@ class Drafter:
         return 0
 
     def init(self, decoder: "Decoder", batch: int, capacity: int, dtype: Any) -> Any:
-        """Makes the drafter's state for free slots, a tree of arrays `[B, ...]`.
+        """Makes the drafter's state for free slots, as a tree of arrays `[B, ...]`.
 
         Args:
             batch: number of slots, B.
@@ -88,7 +88,7 @@ class Drafter:
         """
         return ()
 
-    # Prefill, once per chunk. `select_states` also runs on every verification pass.
+    # Prefill calls these methods once per chunk. `select_states` also runs on every verification pass.
 
     def select_states(self, decoder: "Decoder", output: TrunkOutput) -> Any:
         """Returns the trunk states to keep from a pass, as a tree of arrays `[B, T, ...]`."""
@@ -108,7 +108,7 @@ class Drafter:
         """Returns the number of leading positions whose entries are final, `[B]`; None: no limit."""
         return None
 
-    # In every round: draft before verification, commit after acceptance.
+    # In every round, `propose` runs before verification, and `commit` runs after acceptance.
 
     def propose(self, decoder: "Decoder", weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Drafts `spec.num_nodes` nodes in `spec.num_steps` levels; returns them and a state with a new `drafter`."""
@@ -124,7 +124,7 @@ class Drafter:
         """
         return state.drafter
 
-    # Rounds of varying depth (`depth_policy="adaptive"`). The decoder is the one for the deepest round.
+    # For rounds of varying depth (`depth_policy="adaptive"`). `decoder` is the decoder for the deepest round.
 
     def backlog_fits(self, decoder: "Decoder", state: DecodeState, depth: jax.Array | int) -> jax.Array:
         """Returns whether a round of this depth can follow, `[]` bool. If not, the loop calls `drain_backlog`."""
@@ -389,7 +389,7 @@ def make_spec(config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1, prefi
     )
 
 
-# Jitted, so that one dispatch transfers the requests and allocates all of a state's buffers.
+# This function is jitted so that one dispatch transfers the requests and allocates all of a state's buffers.
 @functools.partial(jax.jit, static_argnames=("decoder", "shape", "dtype", "mesh"))
 def _make_state(
     rows: NewRows | None, *, decoder: Decoder, shape: StateShape, dtype: Any, mesh: Mesh | None, **depth: Any

@@ -1,4 +1,4 @@
-"""Adaptive draft depth: chooses the depth of the next round from observed acceptance and measured round costs.
+"""Chooses the draft depth of the next round from observed acceptance and measured round costs.
 
 The whole batch drafts to one depth, because one compiled verify pass has one width. The choice maximises the expected
 number of committed tokens per unit of time, `(1 + sum_k survival_k) / cost`. This is the cost model of TurboSpec

@@ -18,7 +18,7 @@ from pallas_kernels.batch_invariance import batch_invariant
 def fit_params(
     params: dict, model: MTPModel, config: DecodeConfig, mesh: Mesh | None = None
 ) -> tuple[dict, MTPModel, Mesh | None]:
-    """Fits parameters and model to a mesh.
+    """Fits the parameters and the model to a mesh.
 
     Args:
         config: settings; only `allow_copies` is read.

@@ -189,5 +189,5 @@ def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
 
 
 def _signature(leaf: Any) -> Any:
-    """Returns the part of an argument that selects the program: an array's shape and dtype, else the value itself."""
+    """Returns the shape and dtype of an array, which select the program, or any other argument unchanged."""
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf

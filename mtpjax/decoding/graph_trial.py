@@ -66,7 +66,7 @@ def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
 
 
 def wait_for_devices(mesh: Mesh) -> None:
-    """Waits until this process's devices of a mesh have finished all calls that were dispatched."""
+    """Waits until this process's devices in a mesh have finished all dispatched calls."""
     jax.block_until_ready(_barrier(mesh)())
 
 

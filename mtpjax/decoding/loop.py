@@ -1,4 +1,4 @@
-"""The speculation loop: draft, verify, accept, commit, in one `lax.while_loop`."""
+"""The speculation loop, which drafts, verifies, accepts and commits in one `lax.while_loop`."""
 
 import functools
 from typing import Any
@@ -94,11 +94,11 @@ def run_rounds(
         state, rounds_left = carry
         return run_round(decoder, weights, state), None if rounds_left is None else rounds_left - 1
 
-    # Fixed depth: every round has the same shape, so one loop is enough.
+    # At a fixed depth, every round has the same shape, so one loop is enough.
     if not spec.is_adaptive:
         return jax.lax.while_loop(should_continue, functools.partial(advance, decoder=decoder), (state, max_rounds))[0]
 
-    # Adaptive depth: shapes are static, so each depth has its own compiled round.
+    # At an adaptive depth, each depth needs its own compiled round, because shapes are static.
     def chosen_depth(state: DecodeState) -> jax.Array:
         if depth is not None:
             return jnp.int32(depth)
@@ -140,10 +140,10 @@ def decode(
     decoder: Decoder,
     is_started: bool = False,
 ) -> DecodeState:
-    """Decodes a whole batch in one compiled call: prefill, then rounds until every row is done.
+    """Decodes a whole batch in one compiled call, which runs prefill and then rounds until every row is done.
 
-    The host is not involved between the first and the last token, except that on a ROCm GPU it reads the loop's
-    condition (`mtpjax.decoding.gpu_graph`).
+    The host is not involved between the first and the last token, except on a ROCm GPU, where it reads the loop
+    condition in every round (`mtpjax.decoding.gpu_graph`).
 
     Args:
         state: B requests with empty caches (`start_rows`); donated.

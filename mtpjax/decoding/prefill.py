@@ -1,4 +1,4 @@
-"""Prefill: run the trunk and the drafter over prompts, chunk by chunk, and commit each row's first new token."""
+"""Prefill runs the trunk and the drafter over prompts, chunk by chunk, and commits each row's first new token."""
 
 import jax
 import jax.numpy as jnp

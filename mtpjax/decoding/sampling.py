@@ -180,8 +180,8 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
     """Converts adjusted logits to the probabilities that a token is sampled from.
 
     Three filters apply to `softmax(l / temperature)` in this order, each followed by a renormalisation. top_k keeps the
-    most likely tokens. top_p keeps the most likely tokens whose sum reaches top_p (Holtzman et al., 1904.09751). min_p
-    keeps tokens with at least min_p times the largest probability (2407.01082). Equally likely tokens are kept or
+    most likely tokens. top_p keeps the most likely tokens until their sum reaches top_p (Holtzman et al., 1904.09751).
+    min_p keeps tokens with at least min_p times the largest probability (2407.01082). Equally likely tokens are kept or
     dropped together.
 
     Args:

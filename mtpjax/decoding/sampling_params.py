@@ -43,7 +43,7 @@ def make_sampling_arrays(
             field and the value.
     """
     V = config.vocab_size
-    # 1. Numeric options. An option is in use if some row's value differs from the neutral one.
+    # 1. Numeric options. An option is in use if some row's value differs from the neutral value.
     arrays: dict[str, Any] = {}  # host arrays, which jit transfers
     used: dict[str, bool] = {}
     for name, option in OPTIONS.items():

@@ -72,7 +72,7 @@ def check_numbers(name: str, value: Any) -> None:
         value: a number, a sequence or an array. Values that JAX traces are unknown and pass unchecked.
 
     Raises:
-        ValueError: an element is not a number, or out of range.
+        ValueError: an element is not a number, or is out of range.
     """
     _, minimum, maximum, _, is_positive, is_integer = OPTIONS[name]
     plain = _plain(value)

@@ -96,7 +96,7 @@ class Session:
         return self.decoder.make_state(self.params, self.config, self.mesh, shape=self.shape)
 
     def reset(self) -> None:
-        """Makes a state whose slots are all free. Frees the old state first, because memory may not fit both."""
+        """Makes a state with all slots free. Frees the old state first, because memory may be too small for both."""
         for leaf in jax.tree.leaves(self.state):
             if not leaf.is_deleted():
                 leaf.delete()

@@ -25,7 +25,7 @@ class RowSettings(flax.struct.PyTreeNode):
 
 
 class DecodeState(flax.struct.PyTreeNode):
-    """A batch of B rows being decoded. L is the number of cache slots, K the number of draft levels.
+    """A batch of B rows being decoded. L is the number of cache slots, and K is the number of draft levels.
 
     Every leaf has B as its first axis, except `drafting_disabled`, the leaves of `policy`, and page pools.
     """

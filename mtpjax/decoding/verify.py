@@ -82,7 +82,7 @@ def accept(
         The accepted path and the tokens that the round appends.
     """
     spec = decoder.spec
-    # Greedy without logits: a draft is accepted if it equals the arg-max after its parent.
+    # Without logits, the greedy rule accepts a draft if it equals the arg-max after its parent.
     if verified.target_tokens is not None:
         assert allowed is None
         return _accept_matches(draft, verified.target_tokens, spec.num_steps)
@@ -99,7 +99,7 @@ def accept(
         mask = draft.ancestor_mask
         if mask is None:
             mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
-        # The path excludes node 0: the pending token is committed, so the history already counts it.
+        # The path excludes node 0, because the history already counts the pending token, which is committed.
         path_tokens = PathTokens(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
     adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, decoder.model, allowed)
     round_start = state.length[:, None]
@@ -136,7 +136,7 @@ def accept(
 
 
 def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> Acceptance:
-    """Accepts the drafts that equal the target's token after their parent; `target_tokens [B, W]` is per node."""
+    """Accepts the drafts that equal the target's token after their parent; `target_tokens [B, W]` has one per node."""
     # In a chain, accept the longest prefix of matches. The target's tokens are then the accepted drafts, followed by
     # the bonus token.
     if draft.parents is None:

@@ -41,7 +41,7 @@ def generate(
     lengths: Any = None,
     mesh: Mesh | None = None,
 ) -> GenerationResult:
-    """Decodes without drafts, one token per pass: `speculative_generate` with `num_steps=0`.
+    """Decodes one token per pass without drafts, like `speculative_generate` with `num_steps=0`.
 
     Args:
         params: parameters of `model` with unrolled layers.

@@ -111,7 +111,7 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         raise ValueError(
             "prompts must be token ids, not text: encode each text with mtpjax.load_tokenizer(path).encode(text)"
         )
-    # An array may be padded; `lengths` says how much of each row is prompt.
+    # An array may be padded; `lengths` is the number of prompt tokens in each row.
     if isinstance(prompts, (np.ndarray, jax.Array)):
         prompts = np.asarray(prompts)
         require(prompts.ndim == 2, f"prompts must be [B, T] or a list of token lists, got shape {prompts.shape}")

@@ -3,7 +3,7 @@
 Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. Common arguments:
 
 - `tokens [W]`: drafted tokens; node 0 is the root, the pending token.
-- `parents [W]`: parent of each node, parents before children; -1 for the root and for unused nodes.
+- `parents [W]`: parent of each node, with parents before children; -1 for the root and for unused nodes.
 - `drafts [K]`: the drafted tokens of a chain, without the root.
 - `p [W, V]`: the target's distribution after each node.
 - `q [W, V]`: the distribution that the children of each node were drawn from. A chain of K drafts has `q [K, V]`, and

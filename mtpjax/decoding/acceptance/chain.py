@@ -39,7 +39,7 @@ def token_chain(
     (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318, algorithm 2).
 
     Args:
-        num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
+        num_drafted: `[]` int32 number of drafts before the padding. None: all K were drafted.
     """
     position = jnp.arange(drafts.shape[0])
     # u < p/q, written without a division so that q = 0 needs no special case.
@@ -69,7 +69,7 @@ def block_chain(
     expectation, the rule accepts at least as many drafts as `token_chain`.
 
     Args:
-        num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
+        num_drafted: `[]` int32 number of drafts before the padding. None: all K were drafted.
     """
     position = jnp.arange(drafts.shape[0])
     # A sampled draft has q > 0. The floor keeps the division finite where q underflows.
@@ -97,7 +97,7 @@ def block_chain(
 
 
 def _proposed(q: jax.Array, position: jax.Array, num_drafted: jax.Array | None) -> jax.Array:
-    """Returns `[K+1, V]`: each draft's q, and 0 where nothing was drafted, so that the residual there is p."""
+    """Returns each draft's q as `[K+1, V]`, with 0 where nothing was drafted, so that the residual there is p."""
     if num_drafted is not None:
         q = jnp.where((position < num_drafted)[:, None], q, 0)
     return jnp.pad(q, ((0, 1), (0, 0)))

@@ -69,7 +69,7 @@ def typical_tree(
     is_node = parents >= 0
 
     # Scores move down one level per step, so after j steps every node at depth <= j has the log-probability of its
-    # path. K steps cover the whole tree. A node that does not pass gives -inf to all its descendants.
+    # path. K steps cover the whole tree. A node that does not pass sets the scores of all its descendants to -inf.
     def step_down(_, carry):
         depth, score = carry
         return jnp.where(is_node, depth[parents] + 1, 0), jnp.where(is_node, score[parents] + log_p_x, score)
@@ -80,7 +80,7 @@ def typical_tree(
     depth = jnp.where(jnp.isfinite(score), depth, -1)
     num_accepted = depth.max()
     best = jnp.argmax(jnp.where(depth == num_accepted, score, -jnp.inf)).astype(parents.dtype)
-    # Climb to the root, then reverse; the path's tail repeats its last node.
+    # Climb to the root, then reverse the path, whose tail repeats its last node.
     upward_path = [best]
     for _ in range(num_steps):
         upward_path.append(jnp.maximum(parents[upward_path[-1]], 0))

@@ -96,14 +96,14 @@ _RULES = (
     # Ratio rules compare p with q. These two are for chains.
     AcceptanceRule("token", "mtpjax.decoding.acceptance.chain:token_chain", drafts="chain", **_EXACT),
     AcceptanceRule("block", "mtpjax.decoding.acceptance.chain:block_chain", drafts="chain", **_EXACT),
-    # Rules for trees whose shape is fixed; on a chain they are equivalent to the rules above.
+    # These rules are for trees of fixed shape. On a chain they are equivalent to the rules above.
     AcceptanceRule(
         "recursive", "mtpjax.decoding.acceptance.tree:recursive_tree", drafts="fixed tree", on_chain="token", **_EXACT
     ),
     AcceptanceRule(
         "traversal", "mtpjax.decoding.acceptance.tree:traversal_tree", drafts="fixed tree", on_chain="block", **_EXACT
     ),
-    # Lossy rules for chains and any tree. Their parameters are fields of `DecodeConfig`.
+    # These lossy rules are for chains and trees of any shape. Their parameters are fields of `DecodeConfig`.
     AcceptanceRule(
         "threshold",
         "mtpjax.decoding.acceptance.lossy:threshold_tree",

@@ -174,9 +174,9 @@ def traversal_tree(
 class _Remainder(NamedTuple):
     """The remainder of a node's p and q after some of its children were rejected, as factors of the node's rows.
 
-    Nothing remains at the rejected children's tokens, since a child with w p(x) >= q(x) is never rejected. Elsewhere
-    max(a p - b q, 0) remains of p, and c q of q. Since max(w max(a p - b q, 0) - c q, 0) = max(w a p - (w b + c) q, 0),
-    each rejection changes only the factors, so rows of [V] are read but never written.
+    Nothing remains at the rejected children's tokens, since a child with w p(x) >= q(x) is never rejected. Elsewhere,
+    max(a p - b q, 0) remains of p and c q remains of q. Since max(w max(a p - b q, 0) - c q, 0) = max(w a p - (w b + c)
+    q, 0), each rejection changes only the factors, so rows of [V] are read but never written.
     """
 
     a: jax.Array  # [] or one per node
@@ -192,7 +192,7 @@ def _full_remainder(like: jax.Array) -> _Remainder:
 def _remaining_at(remainder: _Remainder, p_x: jax.Array, q_x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what remains of p and q at a child's token, given their values there, and whether the child was drawn.
 
-    A child that was not drawn has a one-hot q, so its q is 1.
+    A child that was not drawn has a one-hot q, which is 1 at its token.
     """
     # A q below the smallest normal number counts as 0, so the token cannot have been drawn from it.
     tiny = jnp.finfo(q_x.dtype).tiny
@@ -225,7 +225,7 @@ def _reject_child(
 def _remaining_p(
     remainder: _Remainder, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array, vocabulary: Vocabulary
 ) -> jax.Array:
-    """Returns what remains of p, unnormalised `[V]`, after the children `rejected_tokens [C]` were rejected."""
+    """Returns what remains of p after the children `rejected_tokens [C]` were rejected, `[V]` and unnormalised."""
     is_rejected = _is_rejected(rejected_tokens, p, vocabulary)
     return residual(jnp.where(is_rejected, 0, remainder.a * p), remainder.b * q, p, vocabulary)
 
@@ -253,7 +253,7 @@ def _is_rejected(rejected_tokens: jax.Array, row: jax.Array, vocabulary: Vocabul
 
 
 def _children_table(parents: jax.Array, topk: int) -> jax.Array:
-    """Returns `[W, topk + 1]`: each node's children in ascending order, then zeros."""
+    """Returns a table `[W, topk + 1]` of each node's children in ascending order, padded with zeros."""
     order = jnp.arange(len(parents), dtype=parents.dtype)
     # A node's rank among its siblings is the number of earlier nodes with the same parent.
     is_elder_sibling = (parents[:, None] == parents[None, :]) & (order[None, :] < order[:, None])
@@ -268,5 +268,5 @@ def _children_table(parents: jax.Array, topk: int) -> jax.Array:
 
 
 def _post_order(children: list[list[int]], node: int = 0) -> list[int]:
-    """Lists the nodes below `node`, children before parents, and then `node` itself."""
+    """Lists `node` and the nodes below it in post-order, with children before parents."""
     return [n for child in children[node] for n in _post_order(children, child)] + [node]
