@@ -130,8 +130,8 @@ class DecodeConfig:
         deterministic: make each row's text independent of the other rows in the batch. Kernels then split their work in
             the same way at every batch size, which is slower (docs/guides/kernels.md). Requires the kernels on a GPU,
             or implementation "interpreted".
-        allow_copies: replicate heads, columns, experts or the vocabulary if an axis of the mesh does not divide their
-            number. False: raise an error.
+        allow_copies: on a mesh, replicate heads, columns, experts or the vocabulary if an axis does not divide their
+            number, instead of raising an error.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
             on a GPU if the model has no experts, else 1.
 
@@ -307,7 +307,7 @@ class SamplingParams:
     Attributes:
         temperature: softmax temperature; 0 is greedy.
         top_k: keep only the `top_k` most likely tokens; 0 keeps all.
-        top_p: after top_k, keep the smallest set of most likely tokens whose probability reaches top_p; 1 keeps all.
+        top_p: after top_k, keep the smallest set of most likely tokens with this total probability; 1 keeps all.
         min_p: keep tokens with at least this fraction of the most likely token's probability; 0 keeps all.
         repetition_penalty: penalty for tokens in the prompt or the new text (CTRL, 1909.05858); 1 is off.
         frequency_penalty: penalty per occurrence of a token in the new text, as in OpenAI's API; 0 is off.
