@@ -17,7 +17,7 @@ log = logging.getLogger("mtpjax")
 def free_programs_if_full(max_share: float = 0.5) -> bool:
     """Frees all compiled programs if the process uses more than a given share of the allowed memory mappings.
 
-    Call it between requests in a long-running process, such as a server: it takes about a millisecond per thousand
+    Call it between requests in a long-running process, such as a server. It takes about a millisecond per thousand
     mappings. Programs that are needed again are compiled again, or read from the compilation cache.
 
     Args:

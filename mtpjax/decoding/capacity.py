@@ -13,8 +13,8 @@ def round_up_capacity(size: int) -> int:
         size: number of slots needed.
 
     Returns:
-        At least 256 slots, in multiples of 128. From 1024 slots on, in multiples of a quarter of the largest power of
-        two up to `size`, which adds at most a quarter of `size`.
+        At least 256 slots, in multiples of 128. From 1024 slots on, the result is a multiple of a quarter of the
+        largest power of two up to `size`, which adds at most a quarter of `size`.
     """
     step = _capacity_step(size)
     return max(256, -(-size // step) * step)

@@ -151,7 +151,7 @@ def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
     tail = jnp.where(position >= state.settings.prompt_length[:, None], tail, -2)
     joined = jnp.concatenate([tail, tokens], axis=1)
     # 2. Compare the Z tokens that end at each new token with every sequence. -1 pads shorter sequences on the left and
-    #    matches any token; rows of `stops` that hold only -1 are unused.
+    #    matches any token; rows of `stops` that contain only -1 are unused.
     windows = joined[:, jnp.arange(W)[:, None] + jnp.arange(Z)[None, :]]  # [B, W, Z]
     is_same = (windows[:, :, None] == stops[:, None]) | (stops == -1)[:, None]
     is_used = (stops != -1).any(axis=-1)[:, None]

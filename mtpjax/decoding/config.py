@@ -307,7 +307,7 @@ class SamplingParams:
     Attributes:
         temperature: softmax temperature; 0 is greedy.
         top_k: keep only the `top_k` most likely tokens; 0 keeps all.
-        top_p: after top_k, keep the smallest set of most likely tokens with this total probability; 1 keeps all.
+        top_p: after top_k, keep the fewest most likely tokens with at least this total probability; 1 keeps all.
         min_p: keep tokens with at least this fraction of the most likely token's probability; 0 keeps all.
         repetition_penalty: penalty for tokens in the prompt or the new text (CTRL, 1909.05858); 1 is off.
         frequency_penalty: penalty per occurrence of a token in the new text, as in OpenAI's API; 0 is off.

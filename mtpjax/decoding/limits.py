@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftLimits:
-    """Reasons why a draft method does not support each feature, for error messages. None: the feature is supported.
+    """For each feature, the reason why a draft method does not support it, for error messages; None if it does.
 
     Attributes:
         trees: `topk` above 1.

@@ -30,7 +30,7 @@ def prefill(
 
     Args:
         state: rows whose committed text is the prompt.
-        start: `[B]` int32 first position to process; the caches hold the positions before it. None: 0 for every row.
+        start: `[B]` int32 first position to process; the caches cover the positions before it. None: 0 for every row.
         end: `[B]` int32 position before which a row's chunks end; None: the end of the prompt. A row that stops before
             the end of its prompt gets no token, and a later call continues where this one stops.
         max_chunks: maximum number of chunks; longer rows continue in a later call, as with `end`. None: no limit.

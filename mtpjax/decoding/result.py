@@ -37,7 +37,7 @@ class DecodeStats:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per round over all rows, including the bonus token and tokens that were cut off.
+        """Mean number of tokens per round over all rows, including the bonus token and tokens that were cut off.
 
         It is 1.0 without drafts and nan without rounds. Like vLLM's mean acceptance length, it is a micro average.
         """

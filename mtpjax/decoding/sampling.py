@@ -154,7 +154,7 @@ def apply_penalties_and_bias(
             logits = logits - sampling.frequency[:, None, None] * counts
         if features.presence:
             logits = logits - sampling.presence[:, None, None] * (counts > 0)
-    # 3. Bias and banned ids. -inf gives a token probability 0 in p and in q.
+    # 3. Bias and banned ids. A logit of -inf makes a token's probability 0 in p and in q.
     if features.bias:
         logits = logits + vocabulary.own(sampling.bias)[:, None]
     if num_tokens < vocabulary.size(V):

@@ -31,7 +31,7 @@ def make_sampling_arrays(
     """Checks sampling parameters and converts them to arrays.
 
     Args:
-        key: a `jax.random` key that seeds rows without a seed.
+        key: a `jax.random` key that seeds the rows if `sampling` sets no seed.
         stops: single stop tokens, banned until a row has `min_new_tokens`.
         features: options to compile in; None: the options that at least one row uses.
 

@@ -175,7 +175,7 @@ def advance(
         rounds: `[]` int32, number of rounds to run, at most `max_rounds`; fewer run if all rows end earlier.
         decoder: the decoder for the deepest round.
         depth: draft levels of each round.
-        max_rounds: maximum number of rounds that the report can hold.
+        max_rounds: maximum number of rounds, which sets the size of the report.
     """
 
     def advance_shard(params, draft_params, state, batch, rounds):

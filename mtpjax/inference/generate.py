@@ -49,7 +49,7 @@ def generate(
         model: the model.
         config: settings; draft and acceptance settings are ignored. None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
-        key: a `jax.random` key that seeds rows without a seed.
+        key: a `jax.random` key that seeds the rows if `sampling` sets no seed.
         lengths: `[B]` prompt lengths of a right-padded array.
         mesh: mesh to shard parameters and caches over; None: the parameters' mesh, if any.
 
@@ -110,8 +110,8 @@ def speculative_generate(
         model: the model.
         config: settings; None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
-        key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend only on its seed, or on
-            the key and the row's index.
+        key: a `jax.random` key that seeds the rows if `sampling` sets no seed. A row's random numbers depend only on
+            its seed, or on the key and the row's index.
         lengths: `[B]` prompt lengths of a right-padded array.
         mesh: mesh to shard parameters and caches over (`mtpjax.models.decoding_layout`); None: the parameters' mesh, if
             any. `shard_for_decoding` moves parameters once for many calls.
@@ -147,7 +147,7 @@ def speculative_generate(
     )
     rows = call.make_rows(prompts, sampling, key)
 
-    # 3. Run the compiled call: prefill, then rounds until every row is done. It donates the state.
+    # 3. Run the compiled call, which runs prefill and then rounds until every row is done. It donates the state.
     def run() -> GenerationResult:
         return call.collect(decode_batch(call, call.start(rows)), B)
 

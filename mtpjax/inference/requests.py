@@ -270,7 +270,7 @@ def make_new_rows(
         limit: maximum length of a row in tokens, prompt included.
         capacity: cache slots per row, L.
         sampling: the requests' sampling parameters.
-        key: a `jax.random` key that seeds rows without a seed.
+        key: a `jax.random` key that seeds the rows if `sampling` sets no seed.
         shape: shape of the state that the rows enter, which determines the sampling options and the stop table. None:
             the requests determine them.
 

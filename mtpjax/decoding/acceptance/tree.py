@@ -116,10 +116,10 @@ def traversal_tree(
     p - q, 0)) otherwise, whatever q the next child has.
 
     A node's acceptance depends on its own w and on its children's tokens, not on anything below them. So w is computed
-    for all nodes of a level at once, and the accepted node is the first in post-order with u < w. A level takes as many
-    sequential steps as the largest number of children that one of its nodes has; each step reads two rows of [V] per
-    child. The parents come from the static `tree`, because the rule is exact only if they do not depend on the drawn
-    tokens.
+    for all nodes of a level at once, and the accepted node is the first in post-order with u < w. The number of
+    sequential steps for a level is the largest number of children that any of its nodes has; each step reads two rows
+    of [V] per child. The parents come from the static `tree`, because the rule is exact only if they do not depend on
+    the drawn tokens.
     """
     # The static layout consists of the children of each node and the path from the root to the node.
     nodes, paths = range(len(tree.parents)), [[0]]
