@@ -39,7 +39,7 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
 
 
 def deepest(rows) -> Row | None:
-    """Picks the deepest chain under an exact rule, or the deepest tree without a chain; None if no rule is exact."""
+    """Picks the deepest chain under an exact rule, or else the deepest tree. Returns None if no row is exact."""
     # A lossy rule accepts drafts that the trunk would not have generated, so its rates do not measure the drafter.
     exact = [row for row in rows if row["lossless"] != "lossy"]
     return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)

@@ -90,10 +90,10 @@ def run_cells(
     *,
     log: Callable[[str], Any] = print,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measures the cells that are not yet in `cells.jsonl`, the open file of `writer`.
+    """Measures the cells that are not yet in `cells.jsonl`, the file that `writer` has open.
 
     Returns:
-        The measured rows in the order of `cells`, and whether the run finished, which is False after Ctrl-C.
+        The measured rows in the order of `cells`, and whether the run finished, which it does not after Ctrl-C.
     """
     # If two lines have the same fingerprint, the newer one counts.
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}

@@ -71,13 +71,14 @@ class LayersConfig:
         ids, size = self.layer_ids, self.draft_vocab_size
         require(
             bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
-            f"layer_ids {list(ids)} must be distinct and within 0..{layers + 1}: {layers} is the output of the last "
-            f"trunk layer, and {layers + 1} that of the final norm",
+            f"layer_ids {list(ids)} must be distinct and within 0..{layers + 1}, where {layers} is the output of the "
+            f"last trunk layer and {layers + 1} the output of the final norm",
         )
         require(1 <= size <= V, f"draft_vocab_size {size} is not within 1..{V}")
         require(
             self.own_head or size == V,
-            f"draft_vocab_size {size} is below the vocabulary of {V}: the trunk's head has columns for all tokens",
+            f"draft_vocab_size {size} is below the vocabulary size {V}, which requires own_head, because "
+            "the trunk's head has columns for all tokens",
         )
 
     @property

@@ -33,8 +33,7 @@ def block_limits(title: str) -> DraftLimits:
     """Returns the limits of methods that draft a block."""
     return dataclasses.replace(
         TrainedDrafter.limits,
-        trees=f"{title} drafts chains only: the slots of a block draft one continuation, and a tree would need blocks "
-        "after other tokens",
+        trees=f"{title} drafts chains only, because the slots of a block draft a single continuation",
         levels=f"drafts of a {title} block",
     )
 

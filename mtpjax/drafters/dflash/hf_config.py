@@ -1,4 +1,4 @@
-"""Reads and makes `config.json` files of block drafters, and lists tensors, in the authors' and speculators' formats.
+"""Parses and generates the `config.json` of block drafters in the authors' and speculators' formats.
 
 DFlash's authors are z-lab (`DFlashDraftModel`). A method that extends DFlash defines another `BlockFormat`. vLLM reads
 all of these methods in speculators' format. The authors' formats list the trunk layers whose outputs are read;
@@ -165,7 +165,7 @@ def _layer_ids(
 
 
 def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_blocks` parses to `config`; raises `ConfigError` if none exists."""
+    """Makes a `config.json` that `parse_blocks` parses back to `config`; raises `ConfigError` if none exists."""
     window = max(config.windows)
     layers = describe_layers(config.block) | {
         "layer_types": [SLIDING if each else FULL for each in config.windows],

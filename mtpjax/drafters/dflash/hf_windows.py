@@ -19,7 +19,7 @@ def read_windows(
         )
     types = types or (FULL,) * count
     if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
-        raise ConfigError(f"config.json: layer_types {list(types)} must be {count} of '{FULL}' and '{SLIDING}'")
+        raise ConfigError(f"config.json: layer_types {list(types)} must have {count} entries '{FULL}' or '{SLIDING}'")
     if section.flag("use_swa", False) and SLIDING not in types:
         # In MiMo's files, every layer has a window that extends in both directions.
         size = section.integer("swa_window_size", layers.get("sliding_window"))
@@ -27,7 +27,7 @@ def read_windows(
     is_sliding = tuple(kind == SLIDING for kind in types)
     if form == "deepspec" and any(is_sliding):
         raise ConfigError(
-            "config.json: DeepSpec's format does not support sliding layers: DeepSpec trains without them"
+            "config.json: DeepSpec's format does not support sliding layers, because DeepSpec trains without them"
         )
     window = section.integer("swa_window_size", layers.get("sliding_window")) if any(is_sliding) else 0
     windows = tuple(window * each for each in is_sliding)

@@ -69,7 +69,7 @@ class DFlashConfig(LayersConfig):
         )
         require(
             block.attention == "grouped" and block.use_qk_norm and not block.is_moe and not block.attention_bias,
-            "DFlash layers must be dense Qwen3 layers: grouped attention with query and key norms and without bias",
+            "DFlash layers must be dense Qwen3 layers, whose grouped attention has query and key norms and no bias",
         )
 
     @property

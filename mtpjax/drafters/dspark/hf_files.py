@@ -1,4 +1,4 @@
-"""Reads and makes DSpark files, which are DFlash files with a Markov head and a confidence head.
+"""Parses and generates DSpark's additions to DFlash files, which are a Markov head and a confidence head.
 
 DSpark's authors are DeepSpec (`Qwen3DSparkModel`). SpecForge writes their format as `DSparkDraftModel`, with keys in
 `dflash_config`. In shapes, r is the rank of the Markov head.

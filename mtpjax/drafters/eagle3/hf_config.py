@@ -1,4 +1,4 @@
-"""Reads and makes `config.json` files of EAGLE-3 drafters, and lists tensors, in SpecForge's and speculators' formats.
+"""Parses and generates the `config.json` of EAGLE-3 drafters in SpecForge's and speculators' formats.
 
 SpecForge (`LlamaForCausalLMEagle3`) writes EAGLE's original format, which SGLang reads; speculators
 (`Eagle3Speculator`) writes vLLM's. Both formats can be ambiguous about what the network computes. Ambiguous files are
@@ -127,7 +127,7 @@ def _layer_ids(
         raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {len(listed)}")
     entered, output = listed, tuple(layer + 1 for layer in listed)
     # speculators and vLLM read the states that enter these layers, but SGLang reads the outputs, and the file does not
-    # say which program made it. The wrong reading is easy to miss, because it only makes acceptance much rarer.
+    # say which program made it. The wrong reading is easy to miss, because it only makes acceptance far less frequent.
     if reading.get("aux_layers") is None and form == "specforge":
         usual = {default: "; the usual default of this trunk is the first", output: ""}.get(entered, "")
         usual = "; the second is the usual default of this trunk" if output == default else usual
@@ -149,7 +149,7 @@ def _layer_ids(
 
 
 def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_eagle3` parses to `config`; raises `ConfigError` if none exists.
+    """Makes a `config.json` that `parse_eagle3` parses back to `config`; raises `ConfigError` if none exists.
 
     In SpecForge's format, it lists the layers whose outputs are read, as SGLang does, unless they are the default
     layers. Pass `aux_layers="output"` to read such files.

@@ -1,7 +1,7 @@
 """The network of an EAGLE-3 drafter (2503.01840), with the options of EAGLE-3.1.
 
-Row i reads the states of three trunk layers at position i and the embedding of token i+1, and predicts token i+2, as an
-MTP module does. Later levels read the network's own output instead of the trunk's states, one position further each.
+Like an MTP module, row i reads the states of three trunk layers at position i and the embedding of token i+1, and
+predicts token i+2. Each later level reads the network's output instead of the trunk's states, one position further.
 """
 
 import dataclasses

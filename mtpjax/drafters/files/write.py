@@ -46,9 +46,9 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
     Args:
         path: the folder to write; it appears once it is complete.
         drafter: the drafter.
-        like: directory of a drafter with the same architecture, whose `config.json`, other files, and tensor names,
-            order and dtypes are kept. Unchanged parameters then give the same bytes.
-        form: without `like`, one of `DrafterFiles.formats`; None: the first.
+        like: directory of a drafter with the same architecture. Its `config.json`, other files, and tensor names, order
+            and dtypes are kept, so unchanged parameters give the same bytes.
+        form: format to write without `like`, from `DrafterFiles.formats`; None means the first.
 
     Raises:
         CheckpointFileError: `like` has a different architecture.
