@@ -7,7 +7,7 @@ from mtpjax.ablation.cells import Group, Row, by_speed, cell_of, format_ratio, g
 
 
 def group_rows(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Groups rows by batch size and temperature, and sorts each group: trusted rows first, then by speed."""
+    """Groups rows by batch size and temperature. Each group has its trusted rows first and is then sorted by speed."""
     return group_by_batch_and_temperature(sorted(rows, key=by_speed))
 
 

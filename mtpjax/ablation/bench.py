@@ -91,7 +91,7 @@ class Bench:
             for form in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
                 timed = self._time_calls(batch, (plain, drafted)[form], sampling, method.params)
                 one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = timed
-                # Exclude the first token of each row: prefill generates it, and the prefill time is subtracted.
+                # Exclude the first token of each row, because prefill generates it and the prefill time is subtracted.
                 tokens[form, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
                 rows[form] = result.rows()
                 # Count acceptance in only one greedy repeat, because all of them generate the same tokens.

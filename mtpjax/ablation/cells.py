@@ -144,7 +144,7 @@ def resolve_rules(name: str, topk: int, temperature: float) -> tuple[str, ...]:
         return ("greedy",)
     if name == "auto":
         return (make_spec(DecodeConfig(topk=topk), is_greedy=False).rule.name,)
-    # "exact": every exact rule that supports this shape.
+    # "exact" means every exact rule that supports this shape.
     unsuitable = "fixed tree" if topk == 1 else "chain"
     return tuple(
         name for name, rule in RULES.items() if rule.is_exact and name != "greedy" and rule.drafts != unsuitable

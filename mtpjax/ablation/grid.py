@@ -49,4 +49,4 @@ def _check_combination(name: str, topk: int, temperature: float) -> None:
     if rule.is_exact and not is_greedy and not temperature:
         raise ValueError("at temperature 0, every exact rule equals greedy")
     if rule.drafts == "fixed tree" and topk == 1:
-        raise ValueError(f"{rule} supports only trees: on a chain it equals another rule")
+        raise ValueError(f"{rule} supports only trees, because on a chain it equals another rule")

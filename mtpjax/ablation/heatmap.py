@@ -110,7 +110,7 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
 
 
 def _line(row: dict[str, Any], drafters: list[str]) -> Line:
-    # 64 is the default cap of `num_draft_tokens`.
+    # 64 is the default cap on `num_draft_tokens`.
     cell = row["cell"]
     complete_size = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
     nodes = 0 if cell["topk"] == 1 or cell["num_nodes"] in (complete_size, 64) else cell["num_nodes"]

@@ -22,7 +22,7 @@ def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
 class Panels(NamedTuple):
     """The panels of a plot."""
 
-    groups: dict[Group, list[Row]]  # the rows of each panel
+    groups: dict[Group, list[Row]]  # the rows in each panel
     layout: list[list[Group]]  # from `panel_rows`
 
     @classmethod

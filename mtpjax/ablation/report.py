@@ -47,7 +47,7 @@ def format_recommendation(
     ]
     if any(advice.is_known for advice in advices):
         lines += ["", "When not to speculate: " + (", ".join(plain_cases) or "in none of the known cases") + "."]
-    # Then list what the advice leaves out: lossy rules, and settings whose texts differ from plain decoding.
+    # Then list the settings that are never advised, because their rule is lossy or their texts differ.
     lossy = [row for row in rows if row["lossless"] == "lossy"]
     if lossy:
         lines += ["", "## Lossy settings, which change the distribution of the text and are never advised", ""]
@@ -126,7 +126,7 @@ def print_cells(console, rows: list[Row]) -> None:
     from rich.markup import escape
 
     print_parts(console, [rows_verdict(rows)])
-    # If there are drafters other than MTP modules, a column for the drafter replaces the tokens/s.
+    # If there are drafters other than MTP modules, a column for the drafter replaces the column for tokens/s.
     has_drafters = any(row["cell"]["drafter"] != MTP.name for row in rows)
     for (batch_size, temperature), group in group_rows(rows).items():
         # Every cell also measures plain decoding. The group's first cell is trusted if any cell in the group is.

@@ -18,7 +18,7 @@ class TrunkSizes(NamedTuple):
 
     vocab_size: int
     hidden_size: int
-    num_hidden_layers: int  # 0: any number
+    num_hidden_layers: int  # 0 means any number
 
 
 class DraftArchitecture(Protocol):

@@ -79,7 +79,7 @@ def num_pending(state: DecodeState) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class BufferedDrafter(Drafter):
-    """Base class for drafters with a `ModulesState`, which has caches, and trunk states that are not in them yet."""
+    """Base class for drafters with a `ModulesState`, which has caches and the trunk states that are not in them yet."""
 
     def num_extended(self, draft_state: ModulesState) -> jax.Array:
         """Returns the number of slots `[B]` that match a prefill in every module; the last module has the fewest."""

@@ -69,7 +69,7 @@ def own_head(params: dict, matrices: tuple[jax.Array, ...], ids: jax.Array | Non
 
 
 def _columns(ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Inverts `ids [R]` to each token's column `[V]`, used to scatter reduced logits over the vocabulary."""
+    """Inverts `ids [R]` to the column of each token `[V]`, which scatters reduced logits over the vocabulary."""
     return jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
 
 

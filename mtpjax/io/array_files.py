@@ -209,7 +209,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
     """Writes this process's chunks. Returns their sha256 digests by file name relative to `folder`."""
     import tensorstore
 
-    # By default zarr omits files of all-zero chunks. Write them too, so that a missing file means damage.
+    # By default, zarr omits files of all-zero chunks. Write them too, so that a missing file means damage.
     options, context = {"store_data_equal_to_fill_value": True}, single_thread_context()
     stores = {
         name: tensorstore.open(array_spec(folder, name) | options, open=True, context=context).result()

@@ -130,7 +130,7 @@ def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
         root: the checkpoint folder, which must contain the file.
 
     Returns:
-        The hexadecimal digest; None if the file cannot be read, is not a regular file, or is a link to outside `root`.
+        The hexadecimal digest, or None if the file cannot be read, is not a regular file, or links out of `root`.
     """
     try:
         with open(open_inside(file, allowed_root(root)), "rb") as stream:

@@ -191,7 +191,7 @@ def to_hugging_face(
 def export_mtp(source, target, *, model_type: str | None = None, progress: Progress | None = None) -> int:
     """Writes the MTP modules of a checkpoint as a separate checkpoint.
 
-    An mtpjax checkpoint is first written as a temporary Hugging Face directory next to the target, which needs as much
+    An mtpjax checkpoint is first written as a temporary Hugging Face directory next to the target. This needs as much
     disk space as the whole model.
 
     Args:

@@ -38,7 +38,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
     Args:
         path: the checkpoint, or a run folder.
-        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; by default, one device.
+        mesh: sizes of the mesh axes by name, such as `{"tensor": 8}`, for "bytes_per_device"; one device by default.
         model_type: the family to use instead of the one in `config.json`.
 
     Returns:

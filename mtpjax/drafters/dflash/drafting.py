@@ -110,7 +110,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         drafter_state, own = state.drafter, self.architecture
         states = drafter_state.hidden[:, : num_steps + 1]
         cache = self._extend_cache(decoder, weights, state, states, drafter_state.hidden_start)
-        # 2. Run the block, which consists of the pending token, whose state is not known yet, and mask tokens.
+        # 2. Run the block. It consists of the pending token, whose state is not known yet, and mask tokens.
         anchor = read_rows(state.tokens, state.length - 1, 1)
         tokens = jnp.pad(anchor, ((0, 0), (0, own.block_size - 1)), constant_values=own.mask_token_id)
         embedded = embed(own, decoder, weights, tokens, states.dtype)
@@ -184,7 +184,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         if anchors is None:
             anchors = jnp.broadcast_to(jnp.minimum(jnp.arange(1, T + 1), T - 1)[None], rows.tokens.shape)
         shape = {"config": own, "segment_ids": rows.segment_ids, "implementation": model.implementation}
-        # Run the block once for all levels: a slot reads no draft, so no level depends on another.
+        # Run the block only once for all levels, because a slot reads no draft and no level depends on another.
         hidden = block_states(params[DRAFTER], rows.features, rows.tokens, anchors, table, **shape)
         # Drop the anchor's slot if it does not draft.
         hidden = hidden[:, :, own.block_size - own.num_drafts :][:, :, :num_levels]

@@ -2,7 +2,7 @@
 
 DFlash's authors are z-lab (`DFlashDraftModel`). A method that extends DFlash defines another `BlockFormat`. vLLM reads
 all of these methods in speculators' format. The authors' formats list the trunk layers whose outputs are read;
-speculators lists the layers that these states enter.
+speculators' format lists the layers that these states enter.
 """
 
 import dataclasses

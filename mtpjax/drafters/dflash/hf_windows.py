@@ -4,7 +4,7 @@ from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Attention keys that this module reads, so the parser of the model family does not.
+# Attention keys that this module reads instead of the model family's parser.
 ATTENTION_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings")
 
 

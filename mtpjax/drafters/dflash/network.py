@@ -1,6 +1,6 @@
 """The network of a DFlash drafter (2602.06036), in which a block of slots attends to projected trunk states.
 
-The slots of a block are the pending token, called the anchor, and mask tokens after it. They pass through the layers
+A block's slots hold the pending token, called the anchor, and the mask tokens after it. They pass through the layers
 together. Each layer attends to the keys and values of the block itself and of the context, which consists of the
 trunk's states at all positions before the anchor.
 """

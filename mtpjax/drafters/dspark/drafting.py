@@ -113,7 +113,7 @@ class DSparkDrafter(DFlashDrafter):
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
         """Returns the head, which is `[D, R]`, or `[D + r, R]` with a Markov head.
 
-        The Markov head adds `x @ markov_out` to the logits `h @ head`, so the joint head reads h and x concatenated.
+        The Markov head adds `x @ markov_out` to the logits `h @ head`, so the combined head reads h and x concatenated.
         """
         (head,) = super().heads(network, trunk_head, num_levels)
         return (jnp.concatenate([head, network["markov_out"]]) if self.architecture.markov_rank else head,)

@@ -1,4 +1,4 @@
-"""The network of a DSpark drafter (2607.05147), which extends DFlash by heads that read the previous draft."""
+"""The network of a DSpark drafter (2607.05147), which extends DFlash with heads that read the previous draft."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -109,7 +109,7 @@ class DSpark(DFlash):
         return x, carry
 
     def markov_bias(self, hidden: jax.Array, previous: jax.Array, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the bias that the Markov head adds to the logits; arguments as in `markov_features`.
+        """Computes the bias that the Markov head adds to the logits; see `markov_features` for the arguments.
 
         Returns:
             The bias `[B, T, R]` float32, and the recurrent state for the next slot.

@@ -151,7 +151,7 @@ def _layer_ids(
 def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
     """Makes a `config.json` that `parse_eagle3` parses back to `config`; raises `ConfigError` if none exists.
 
-    In SpecForge's format, it lists the layers whose outputs are read, as SGLang does, unless they are the default
+    In SpecForge's format, the file lists the layers whose outputs are read, as SGLang does, unless they are the default
     layers. Pass `aux_layers="output"` to read such files.
     """
     layers = describe_layers(config.block)

@@ -78,7 +78,7 @@ def find_ngram(
     # Prefer the longest match, then the earliest. Without a match, copy the last token itself.
     longest = num_matched.max()
     has_match = longest >= min_n
-    continuation = jnp.where(has_match, jnp.argmax(num_matched == longest), length - 1)  # argmax: the first one
+    continuation = jnp.where(has_match, jnp.argmax(num_matched == longest), length - 1)  # argmax returns the first
     # The text ends `available` tokens after the match. Further drafts repeat these tokens, starting with the first.
     available = length - continuation
     step = jnp.arange(num_drafts) % jnp.maximum(available, 1)
