@@ -177,7 +177,7 @@ class Bench:
         return compared, differing
 
     def _sampling_params(self, batch, temperature: float, repeat: int, number: int) -> dict[str, Any]:
-        """Returns sampling parameters with one seed per row and repeat, which is the same with and without drafts."""
+        """Returns sampling parameters with one seed per row and repeat, shared by calls with and without drafts."""
         seeds = [self.settings.seed + 1_000_003 * repeat + number * len(batch) + row for row in range(len(batch))]
         return sampling_arguments(temperature, seeds)
 

@@ -174,7 +174,7 @@ def list_drafters(rows: list[Row]) -> list[str]:
 
 
 def round_cost(row: Row) -> float:
-    """Returns the measured cost of a round in units of plain rounds, which is accept length divided by ratio."""
+    """Returns a round's measured cost in units of plain rounds, computed as accept length divided by ratio."""
     return row["accept_length"]["value"] / row["ratio"]["value"]
 
 

@@ -176,7 +176,7 @@ def run(
     """Measures the grid, writes the results to the folder `output` and prints them.
 
     Returns:
-        The exit status, which is 4 if a text differs from plain decoding, 75 if the run was stopped early, and else 0.
+        The exit status: 4 if a text differs from plain decoding, 75 if the run was stopped early, or 0 otherwise.
 
     Raises:
         ValueError: no combination of the settings is possible, or the prompts do not fit the model.

@@ -62,7 +62,7 @@ def find_workload(
         cut = f", {num_cut} of them cut to {limit} tokens" if num_cut else ""
         source = f"{count_of(len(rows), 'prompt')} from {choice.path}{cut}"
         return Workload(rows, source, tuple(tokenizer.eos_token_ids), tuple(prompt.category for prompt in chosen))
-    # Without a file, only byte-level models have prompts, which are from the files that training held out.
+    # Without a file, only byte-level models have prompts, taken from the files that training held out.
     if not isinstance(tokenizer, ByteTokenizer):
         raise ValueError("pass a prompt file with --prompts: only byte-level models have default prompts")
     if choice.count < 1:

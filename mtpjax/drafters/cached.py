@@ -59,7 +59,7 @@ class CachedDrafter(BufferedDrafter):
         return self.sizes(model).num_modules
 
     def num_extend_positions(self, model: MTPModel, num_steps: int) -> int:
-        """Returns the number of positions that each module processes per round, which is K + M but at least 1.
+        """Returns the number of positions that each module processes per round (K + M, but at least 1).
 
         These are the K+1 verified positions and the M-1 positions before them, for which at least one module computed
         its entries from drafted tokens.

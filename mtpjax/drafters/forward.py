@@ -1,4 +1,4 @@
-"""The teacher-forced pass over a trunk and a drafter with its own network, which is the reference for drafting."""
+"""Runs a trunk and a drafter with its own network in a teacher-forced pass, the reference for drafting."""
 
 import jax
 import jax.numpy as jnp

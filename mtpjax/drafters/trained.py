@@ -38,7 +38,7 @@ class DraftParams(flax.struct.PyTreeNode):
 
 
 class TextRows(flax.struct.PyTreeNode):
-    """The input to a teacher-forced pass, which is rows of true tokens with the trunk's states."""
+    """Rows of true tokens and the trunk's states, as input to a teacher-forced pass."""
 
     states: jax.Array  # [B, T, (n + 1) * D] input states of the n layers that the drafter reads, and the final states
     hidden: jax.Array  # [B, T, D] the final states after the final norm
@@ -129,7 +129,7 @@ class TrainedDrafter(Drafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs the draft levels in a teacher-forced pass, which is the reference for `propose`.
+        """Runs the draft levels in a teacher-forced pass, the reference for `propose`.
 
         Args:
             params: parameters of trunk and drafter.
@@ -169,7 +169,7 @@ class TrainedDrafter(Drafter):
 
 
 def embedding_table(params: dict, architecture: Any, model: MTPModel) -> jax.Array:
-    """Returns the embedding `[V, D]` that a drafter's network reads, which is the drafter's own or the trunk's."""
+    """Returns the embedding `[V, D]` that a drafter's network reads, either the drafter's own or the trunk's."""
     table = params[DRAFTER]["embedding"] if architecture.own_embedding else params["embedding"]
     return table if model.dtype is None else table.astype(model.dtype)
 

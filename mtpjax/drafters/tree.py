@@ -15,7 +15,7 @@ from mtpjax.models.vocabulary import Vocabulary
 
 
 def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array:
-    """Computes the mask with which each node of a new level attends to its ancestors and itself.
+    """Computes the mask that lets each node of a new level attend to its ancestors and itself.
 
     Args:
         mask: `[B, f, n]` bool, the previous level's mask; None for the first level.
@@ -154,7 +154,7 @@ def tree_builder(state: DecodeState, spec: DecodeSpec) -> DynamicTreeBuilder | F
 
 
 def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vocabulary) -> jax.Array:
-    """Computes the distribution that ranks candidates, which is the softmax without top-k, top-p or min-p.
+    """Computes the distribution that ranks candidates, the softmax without top-k, top-p or min-p.
 
     Args:
         logits: `[B, f, V]` adjusted logits.

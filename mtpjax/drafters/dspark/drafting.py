@@ -111,7 +111,7 @@ class DSparkDrafter(DFlashDrafter):
         return draft_levels(decoder, score, state, self._apply(decoder, weights, hidden, method="first_carry"))
 
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
-        """Returns the head, which is `[D, R]`, or `[D + r, R]` with a Markov head.
+        """Returns the head (`[D, R]`, or `[D + r, R]` with a Markov head).
 
         The Markov head adds `x @ markov_out` to the logits `h @ head`, so the combined head reads h and x concatenated.
         """

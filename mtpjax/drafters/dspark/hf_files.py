@@ -1,4 +1,4 @@
-"""Parses and generates DSpark's additions to DFlash files, which are a Markov head and a confidence head.
+"""Parses and generates the configuration of the Markov and confidence heads that DSpark adds to DFlash.
 
 DSpark's authors are DeepSpec (`Qwen3DSparkModel`). SpecForge writes their format as `DSparkDraftModel`, with keys in
 `dflash_config`. In shapes, r is the rank of the Markov head.

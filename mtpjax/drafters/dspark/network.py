@@ -81,7 +81,7 @@ class DSpark(DFlash):
         return hidden
 
     def first_carry(self, hidden: jax.Array) -> jax.Array:
-        """Makes the recurrent state before the first slot, which is `[B, 1, r]`, or `[B, 1, 0]` without recurrence."""
+        """Makes the recurrent state before the first slot (`[B, 1, r]`, or `[B, 1, 0]` without recurrence)."""
         r = self.config.markov_rank if self.config.markov_head == "rnn" else 0
         return jnp.zeros((len(hidden), 1, r), hidden.dtype)
 

@@ -29,7 +29,7 @@ class IdsTensors:
 
 
 def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.ndarray | None:
-    """Implements `IdsTensors.read` for offsets, with which column j of the head is token `j + d2t[j]`.
+    """Implements `IdsTensors.read` for offsets, where column j of the head is token `j + d2t[j]`.
 
     Raises:
         CheckpointFileError: the vocabulary is missing, damaged or ambiguous.
