@@ -141,8 +141,8 @@ def _array_to_save(name: str, leaf: Any) -> np.ndarray | jax.Array | StreamedArr
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
     """Writes arrays into a new folder. All processes of a run must call it.
 
-    Returns `(records, digests)`, where `records` are the arrays' entries for `digests.json`, and `digests` are known sha256
-    digests by file name relative to the parent of `folder`.
+    Returns `(records, digests)`, where `records` are the arrays' entries for `digests.json`, and `digests` are the
+    sha256 digests known so far, by file name relative to the parent of `folder`.
     """
     streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
     failed = OSError(f"another process cannot write {folder.parent.parent}")
