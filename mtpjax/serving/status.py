@@ -29,8 +29,8 @@ class EngineStatus:
         accepted: per draft level, passes that accepted it.
         num_compilations: programs compiled since the engine was ready.
         compile_seconds: time spent compiling, at the start and since.
-        num_programs_left: programs that a thread still compiles while requests run.
-        num_compile_waits: requests that have waited for one of them.
+        num_programs_left: programs that a thread has yet to compile while requests run.
+        num_compile_waits: requests that have waited for a program.
         num_rebalancings: times that experts moved.
         expert_imbalance: as in `ExpertRebalancer.imbalance`; also nan if the server never moves experts.
     """

@@ -1,4 +1,4 @@
-"""Routes for the server and its tokenizer: settings, cache, aborts, tokenization."""
+"""Routes for the server's settings, the cache, aborts and tokenization."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def admin_router(server: ApiServer) -> APIRouter:
     @router.get("/server_info")
     @router.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
-        """Describes the server: its settings, its load, and the mean tokens per verification pass."""
+        """Returns the server's settings, its load, and the mean number of tokens per verification pass."""
         status = engine.status()
         or_none = lambda value: None if math.isnan(value) else value
         # SGLang's names where it has them.

@@ -1,4 +1,4 @@
-"""The HTTP layer below the routes: keys, body limits, disconnects, event streams, and error responses."""
+"""The HTTP layer below the routes, with API keys, body limits, disconnects, event streams and error responses."""
 
 import asyncio
 import contextlib
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 
 class RequestGuard:
-    """Middleware around all routes: checks framing and keys, and converts unexpected exceptions to 500 responses.
+    """Middleware that checks framing and keys for all routes, and converts unexpected exceptions to 500 responses.
 
-    - Requests with an ambiguous length get 400: a proxy may read the same bytes as a different request.
+    - Requests with an ambiguous length get 400, because a proxy may read the same bytes as a different request.
     - Requests without a valid key get 401, before anything else reads them.
-    - After an exception, the connection stays open. A handler of `Exception` would close it: Starlette raises the
-      exception again after its response, and uvicorn then closes the connection, which may already carry the client's
-      next request.
+    - After an exception, the connection stays open. A handler for `Exception` would close it, because Starlette raises
+      the exception again after its response, and uvicorn then closes the connection, which may already carry the
+      client's next request.
     """
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
@@ -91,7 +91,7 @@ def client_of(request: Request) -> Hashable:
 
 
 def check_admin(request: Request, settings: ApiSettings) -> None:
-    """Raises ApiError if the server has admin keys and the request sends none: 403 with an ordinary key, else 401."""
+    """Raises ApiError if the server has admin keys and the request sends none (403 with an ordinary key, else 401)."""
     if not settings.admin_api_keys or request.scope["is_admin"]:
         return
     if not request.scope["has_key"]:
@@ -100,10 +100,10 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Rejects requests from other sites' web pages. Only routes without a body need it: browsers block the others.
+    """Rejects requests from other sites' web pages, for routes without a body; browsers block them on other routes.
 
     A different site can use a host name that resolves to this machine, so a page without a key passes only if its
-    origin is this server by IP address or as localhost. Raises ApiError with 403.
+    origin names this server by IP address or as localhost. Raises ApiError with 403.
     """
     origin = request.headers.get("origin")
     if origin is None or request.scope.get("has_key"):

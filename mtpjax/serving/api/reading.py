@@ -1,4 +1,4 @@
-"""Reads and checks request bodies: all work that grows with the size of a body.
+"""Reads and checks request bodies, which is all the work that grows with the size of a body.
 
 A `BodyReader` runs in a separate process (`readers`), and returns a `Reading` of limited size.
 """
@@ -60,7 +60,7 @@ class BodyReader:
         special = values["add_special_tokens"]
         prompts = read_prompts(self.tokenizer, body.get("prompt"), "prompt", self.limits, add_special_tokens=special)
         reading = self._reading(body, options, prompts, "prompt")
-        # With echo the prompt's text comes first, also for prompts of token ids.
+        # With `echo`, the response starts with the prompt's text, even if the prompt was given as token ids.
         texts = [self._decode(prompt, "prompt") for prompt in prompts] if values["echo"] else []
         return dataclasses.replace(reading, texts=tuple(texts))
 
@@ -125,7 +125,7 @@ KINDS: dict[str, tuple[Mapping[str, Field], Callable[[BodyReader, Body], Reading
 
 
 def _check_values(body: Body) -> None:
-    """Limits the values in a body. Prompts do not count: lists of token ids are checked in a few passes."""
+    """Limits the values in a body, excluding prompts, because lists of token ids are checked in a few passes."""
     num_values, open_values = 0, [{name: value for name, value in body.items() if name not in _PROMPT_FIELDS}]
     while open_values:
         value = open_values.pop()

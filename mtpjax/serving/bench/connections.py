@@ -42,7 +42,7 @@ class Connections:
 
     @contextlib.asynccontextmanager
     async def use(self) -> "AsyncIterator[httpx.AsyncClient]":
-        """Lends a connection: the one used last, or a new one if all are in use."""
+        """Lends the free connection that was used last, or a new one if all are in use."""
         connection = self._free.pop() if self._free else self._make()
         try:
             yield connection
@@ -50,7 +50,7 @@ class Connections:
             self._free.append(connection)
 
     async def open(self, count: int) -> None:
-        """Opens connections, so that requests do not wait for them. Ignores failures: the requests will see them."""
+        """Opens connections, so that requests do not wait for them. Ignores failures, which requests will report."""
         import httpx
 
         async def ask() -> None:

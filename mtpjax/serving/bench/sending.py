@@ -26,7 +26,7 @@ async def measure(
     extra_body: dict[str, Any] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Sends requests, waits for all, and computes the numbers of the run.
+    """Sends requests, waits for all of them, and summarizes the run.
 
     Args:
         client: the client.
@@ -34,7 +34,7 @@ async def measure(
         outcomes: receives each outcome when its request ends, so that an interrupted caller keeps the finished ones.
         times: arrival of each request, in seconds from now. It is sent then, or once fewer than `max_concurrency`
             requests run.
-        max_concurrency: maximum number of requests that run at the same time; None: no limit.
+        max_concurrency: maximum number of requests that run at the same time; None means no limit.
         extra_body: merged into every body.
         progress: called when a request ends.
     """

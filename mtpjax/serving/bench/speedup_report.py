@@ -1,4 +1,4 @@
-"""The report of runs with and without drafts: table, Markdown, JSON and plot."""
+"""Reports runs with and without drafts as a table, Markdown, JSON and a plot."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
 from mtpjax.serving.bench.speedup import PUBLISHED_SOURCE, Run, Speedup
 
-Reference = Mapping[int, float]  # published speed-ups by concurrency; empty: none are shown
+Reference = Mapping[int, float]  # published speed-ups by concurrency, which are shown unless this is empty
 
 
 def speedup_table(rows: Sequence[Speedup], reference: Reference) -> rich.table.Table:
@@ -59,7 +59,7 @@ def rows_verdict(rows: Sequence[Speedup]) -> str:
 
 
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
-    """Explains the columns, and what limits the numbers."""
+    """Explains the columns, and the limitations of the numbers."""
     result = [
         "speed-up: output tokens per second with drafts over output tokens per second without (`speculative: "
         "false`), for the same requests in alternating runs; the interval is over pairs of runs",
@@ -92,13 +92,13 @@ def write_report(
     formats: Sequence[str],
     reference: Reference,
 ) -> list[pathlib.Path]:
-    """Writes JSON, Markdown and plots, and returns the paths of JSON and Markdown.
+    """Writes JSON, Markdown and plots, and returns the paths of the JSON and Markdown files.
 
     Args:
         output: path of the files without suffix.
         rows: the comparisons.
-        runs: the runs that they come from.
-        settings: how they were measured: server, requests, machine.
+        runs: the runs from which the comparisons were made.
+        settings: how the runs were measured (server, requests, machine).
         formats: formats of the plots.
         reference: published speed-ups to show next to them.
     """
