@@ -51,8 +51,8 @@ class AdaptiveDepth:
     Attributes:
         costs: for each of `batch_sizes`, the duration of a round at depths 0..K.
         batch_sizes: numbers of rows for which calls are compiled, ascending.
-        verified: `[K]` decayed count of drafts per level whose predecessors were all accepted.
-        accepted: `[K]` decayed count of these drafts that were accepted.
+        verified: `[K]` per level, the decayed count of drafts whose predecessors were all accepted.
+        accepted: `[K]` per level, the decayed count of these drafts that were accepted.
         since_probe: calls since the last probe.
     """
 

@@ -91,7 +91,7 @@ class EngineSession(Session):
         self.planned: set[ProgramKey] = set()  # programs whose compilation is never counted
         self._used: set[ProgramKey] = set()  # programs that are compiled
         self._first_uses: set[ProgramKey] = set()  # currently running
-        self.compiled_at = 0.0  # when a program's first use last ended, by `time.monotonic`
+        self.compiled_at = 0.0  # end of the most recent first call of a program, by `time.monotonic`
         # Greedy rows use dynamic trees, which save passes, so they need separate programs.
         has_few_logits = model.config.vocab_size <= SMALL_VOCABULARY and config.topk == 1
         self.has_plain = platform_of(mesh) != "cpu" or not has_few_logits
@@ -117,7 +117,7 @@ class EngineSession(Session):
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, to_state: bool) -> None:
         """Copies one row per shard between `slots` and snapshot `rows`, both `[P]` int32.
 
-        If `to_state`, copies from the snapshots to the slots, otherwise in reverse. `NO_ROW` copies nothing.
+        If `to_state`, copies from snapshots to slots, otherwise from slots to snapshots. `NO_ROW` copies nothing.
         """
         self.tell_others("copy_snapshots", slots, rows, to_state)
         own, config = recurrent_entries(self.state.trunk), self.decoder.model.config
@@ -131,7 +131,7 @@ class EngineSession(Session):
     def move_pages(
         self, outgoing: list[tuple[bytes, int]], incoming: Sequence[tuple[int, Entries]] = ()
     ) -> list[Outgoing]:
-        """Starts copying `outgoing` pages to the host and returns these copies. Then copies in the `incoming` pages."""
+        """Starts copying `outgoing` pages to the host, then writes `incoming` pages. Returns the outgoing copies."""
         with self._on_device(*host_pages.PROGRAMS):
             copies = copy_out(self.state, outgoing)
             self.state = copy_in(self.state, incoming)
@@ -150,7 +150,7 @@ class EngineSession(Session):
         return self.sizes.num_shards, self.sizes.prefill_sizes[-1], self.decoder.spec.prefill_chunk
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        """Counts how many tokens choose each expert, `[L, E]` int32 on the device, in the L layers with experts.
+        """Counts how many tokens choose each expert in the L layers with experts. Returns `[L, E]` int32 on the device.
 
         `tokens` are right-padded texts of shape `count_shape`, and `lengths` `[P, b]` are their lengths, 0 for no text.
         """

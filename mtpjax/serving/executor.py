@@ -196,7 +196,7 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
     for begin in range(0, size, max_rows):
         some = [sequence for sequence in sequences if begin <= (sequence.slot or 0) < begin + max_rows]
         executor.prefill([(sequence, 0, prompt_length) for sequence in some]).read()
-    # 2. Time the rounds. The first round also prepares the dispatch of later ones, so it counts only if it is alone.
+    # 2. Time the rounds. The first one also prepares the dispatch of later ones, so ignore its time if there are more.
     durations = []
     for _ in range(num_rounds):
         begin = time.perf_counter()

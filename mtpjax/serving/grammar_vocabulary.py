@@ -87,7 +87,7 @@ def _of_huggingface(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> Vocabul
 
 
 def _without_prefix(part: Any) -> Any:
-    """Removes the settings for a prefix space from a tokenizer's JSON, because forced text does not start a text."""
+    """Removes the prefix-space settings from a tokenizer's JSON, because forced text is not at the start of a text."""
     if isinstance(part, list):
         return [_without_prefix(each) for each in part if not _is_prepend(each)]
     if not isinstance(part, dict):

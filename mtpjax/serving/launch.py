@@ -60,13 +60,13 @@ class ServerSettings:
 
 
 def page_bytes(decoder: Decoder, dtype: Any) -> int:
-    """Computes how many bytes a page takes in all caches, over all devices; the decoder's pool must have one page."""
+    """Computes the size of a page in bytes, over all caches and devices. The decoder's pool must have one page."""
     state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
     return host_pages.page_bytes(host_pages.page_shapes((state.trunk, state.drafter)))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Computes how many bytes a row's recurrent states take, over all devices; 0 for models without such states."""
+    """Computes the size of a row's recurrent states in bytes, over all devices; 0 for models without such states."""
     cache = jax.eval_shape(lambda: empty_cache(config, config.trunk_kinds, 1, 1, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recurrent_entries(cache)))
 
@@ -79,8 +79,8 @@ def choose_num_pages(
     Args:
         params: the parameters of `model`, on their devices.
         decode: settings that all requests share.
-        settings: the engine's settings, of which only slots, length and snapshots matter.
-        memory_fraction: fraction of the accelerator's memory that weights and pages may take.
+        settings: the engine's settings. Only slots, length and snapshots matter.
+        memory_fraction: fraction of the accelerator's memory that weights and pages may use.
 
     Raises:
         MemoryTooSmall: the remaining memory has no room for one text of maximum length.

@@ -56,8 +56,8 @@ class Matcher:
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Computes which tokens may follow each node of a draft.
 
-        The mask of a node stays unchanged if the node or an ancestor is forbidden, since no exact rule accepts it, or
-        if it follows an end token, since the text ends there.
+        A node's mask stays unchanged if the node or an ancestor is forbidden, because no exact rule accepts it, or if
+        the node follows an end token, because the text ends there.
 
         Args:
             masks: `[W, ceil(V/32)]` int32 with one bit per token, lowest bit first; initially, all bits are set.

@@ -31,7 +31,7 @@ class Completion:
         spans: the text of each token, without the stop string or stop token that ended the text.
         tokens: new tokens, up to the one that completed a stop string.
         finish_reason: "stop" for a stop string, stop token or stop sequence, "length" for the token limit.
-        matched_stop: the stop string or stop token; None if the token limit was reached.
+        matched_stop: the stop string or stop token that ended the text, otherwise None.
     """
 
     spans: list[Span]

@@ -106,7 +106,7 @@ class PagePool:
         return found
 
     def put(self, digest: bytes, entries: Entries) -> None:
-        """Adds the entries of a page that was computed elsewhere to host memory, unless the pool has the page."""
+        """Adds the entries of a page, which were computed elsewhere, to host memory, unless the pool has the page."""
         assert self.host is not None
         if digest not in self._page_of:
             self.host.put(digest, entries)

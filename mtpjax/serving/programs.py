@@ -142,7 +142,7 @@ class Programs:
         """Returns all programs that requests may need, in the order in which they are compiled."""
         sizes = self.session.sizes
         widest = sizes.table_widths[-1]
-        # First the sizes that gain the most (one row, many rows), last the rare rows without drafts or with a grammar.
+        # Start with the sizes that gain the most (one row, many rows), and end with rare rows (no drafts, a grammar).
         rows = [sizes.batch_sizes[0], *reversed(sizes.batch_sizes[1:])]
         kinds = (True, False) if self.session.has_plain else (False,)
         keys = [*self.first(), *(ProgramKey("admit", size) for size in sizes.batch_sizes)]

@@ -69,8 +69,8 @@ class Finish:
         num_cached_tokens: tokens of the prompt whose entries came from the prefix cache.
         num_new_tokens: tokens delivered.
         num_steps: verification passes.
-        proposed: per draft level, passes that drafted it.
-        accepted: per draft level, passes that accepted it.
+        proposed: for each draft level, the number of passes that drafted it.
+        accepted: for each draft level, the number of passes that accepted it.
         message: one line for the log, if the reason is "error" or "invalid".
         is_retryable: whether the request may succeed if it is sent again, because it did not cause the error itself.
     """

@@ -146,7 +146,7 @@ class Router:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        # Use a new connection per request, because a reused one may be dead, and what was sent would be unknown.
+        # Use a new connection per request. A reused one may be dead, and it would then be unknown what was sent.
         transport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=keepalive_options()
         )

@@ -95,7 +95,7 @@ class Scheduler:
         self.restart(pools)
 
     def restart(self, pools: list[PagePool]) -> list[Sequence]:
-        """Frees all slots and uses new pools after the state was lost. Returns the requests that lost their slots."""
+        """Frees all slots and replaces the pools after the state was lost. Returns the requests that had slots."""
         lost = [*self.running, *self._preempted]
         for sequence in lost:
             sequence.slot = sequence.lease = None
@@ -207,7 +207,7 @@ class Scheduler:
         is_resumed = sequence.num_new > 0
         # The newest token of a resumed text is pending, because the trunk has not processed it.
         num_to_prefill = len(sequence.text) - is_resumed
-        # Without sharing, a preempted request must not find its own pages either: its recurrent state may be lost.
+        # Without sharing, a preempted request must not find even its own pages, because a recurrent state may be lost.
         # Scoring must process every position, so it shares no pages.
         can_share = self.settings.shares_prefixes and sequence.scored is None
         known_text = sequence.text[:num_to_prefill] if can_share else []

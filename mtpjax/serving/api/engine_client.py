@@ -1,4 +1,4 @@
-"""The routes' access to the engine, to the running requests, and to their events in the event loop."""
+"""Connects the routes to the engine, tracks the running requests, and passes events to the event loop."""
 
 import asyncio
 import collections
@@ -32,7 +32,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str:
-        """The reason why the engine does not work, for which `/health` returns 503; "" if it works."""
+        """The reason why the engine does not work, or "" if it works. If there is a reason, `/health` returns 503."""
         ...
 
     def submit(self, request: Request, deliver: Deliver) -> int:

@@ -76,7 +76,7 @@ def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
 
 
 def _memory_in_use() -> int:
-    """Returns the resident memory of this process in bytes; without /proc, its peak."""
+    """Returns the resident memory of this process in bytes, or its peak if there is no /proc."""
     with contextlib.suppress(OSError):
         # Not `ru_maxrss`: on Linux, children inherit the peak of a large parent.
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -134,7 +134,7 @@ class Readers:
                 answer = work(worker)
             except BaseException as error:
                 answer = error
-        # Mark the worker idle before its answer arrives, so that a client that sends one body at a time needs only one.
+        # Mark the worker idle before its answer arrives, so that a client that sends bodies in turn needs one worker.
         with self._lock:
             self._queue.finish(client)
             self._idle.add(worker)

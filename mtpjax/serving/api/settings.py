@@ -11,7 +11,7 @@ class ApiSettings:
     Attributes:
         model_name: the name that clients see.
         model_aliases: additional names that requests may use.
-        api_keys: requests need one of these keys as bearer token; if empty, they need no key.
+        api_keys: requests need one of these keys as a bearer token; if empty, they need no key.
         admin_api_keys: `/flush_cache`, and `/abort_request` with `abort_all`, need one of these keys, which are valid
             for every other route too. If empty, ordinary keys are enough.
         open_paths: paths that need no key. The page itself is open, but its data needs a key.

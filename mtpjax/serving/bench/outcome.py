@@ -69,7 +69,7 @@ class AnswerReader:
             self._texts.append(update.text)
         if update.num_new_tokens is not None:
             self._counts.append((now, update.num_new_tokens))
-        # These are numbers for the whole request, so keep the one in the last event that has it.
+        # These numbers describe the whole request, so the last reported value of each one counts.
         outcome.num_prompt_tokens = update.num_prompt_tokens or outcome.num_prompt_tokens
         outcome.num_verify_steps = update.num_verify_steps or outcome.num_verify_steps
         outcome.accept_length = update.accept_length or outcome.accept_length

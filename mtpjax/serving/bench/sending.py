@@ -32,8 +32,8 @@ async def measure(
         client: the client.
         requests: the requests.
         outcomes: receives each outcome when its request ends, so that an interrupted caller keeps the finished ones.
-        times: arrival of each request, in seconds from now. It is sent then, or once fewer than `max_concurrency`
-            requests run.
+        times: arrival of each request, in seconds from now. A request is sent when it arrives, or later if
+            `max_concurrency` requests are already running.
         max_concurrency: maximum number of requests that run at the same time; None means no limit.
         extra_body: merged into every body.
         progress: called when a request ends.

@@ -1,4 +1,4 @@
-"""Measures MTP's speed-up under load from the same requests with and without drafts, at several concurrencies."""
+"""Measures MTP's speed-up under load by sending the same requests with and without drafts, at several concurrencies."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ class Speedup:
     """The comparison at one concurrency.
 
     Attributes:
-        ratio: output tokens per second with drafts, divided by those without drafts. The interval comes from pairs of
+        ratio: output throughput with drafts divided by output throughput without drafts. The interval is over pairs of
             runs, and is nan for a single pair.
         throughput: output tokens per second, without and with drafts.
         ttft: mean milliseconds to the first token, without and with drafts.

@@ -15,7 +15,7 @@ from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
 from mtpjax.serving.bench.speedup import PUBLISHED_SOURCE, Run, Speedup
 
-Reference = Mapping[int, float]  # published speed-ups by concurrency, which are shown unless this is empty
+Reference = Mapping[int, float]  # published speed-ups by concurrency; if empty, none are shown
 
 
 def speedup_table(rows: Sequence[Speedup], reference: Reference) -> rich.table.Table:

@@ -73,7 +73,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Returns the arrays for `--output-details` under SGLang's names, with one entry per request as they completed."""
+    """Returns the arrays for `--output-details` under SGLang's names, with an entry per request in completion order."""
     return {
         "input_lens": [_num_prompt_tokens(outcome) for outcome in outcomes],
         "output_lens": [outcome.num_new_tokens for outcome in outcomes],

@@ -1,4 +1,4 @@
-"""The protocol between a decode server and a prefill server, with signed messages, and pages as bytes."""
+"""The protocol between a decode server and a prefill server, which signs messages and sends pages as bytes."""
 
 import hashlib
 import hmac

@@ -1,4 +1,4 @@
-"""TCP connections between process 0 and the other processes, with their setup, byte frames, and failures.
+"""Connects process 0 to the other processes over TCP, exchanges frames of bytes, and detects lost connections.
 
 Process 0 listens on a free port. The port, its addresses and a secret for this run are sent over JAX's collectives, so
 there is nothing to configure. Frames are not encrypted, and neither are JAX's collectives.

@@ -1,4 +1,4 @@
-"""Runs the calls that process 0 sends, in every other process."""
+"""Runs the calls of process 0 in every other process."""
 
 import collections
 import signal
