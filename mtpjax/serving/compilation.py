@@ -14,7 +14,7 @@ WarmUp = Literal["all", "first", "none"]
 
 
 class Compilation:
-    """The compilation of an engine's programs.
+    """Compiles an engine's programs, and tracks the requests that wait for them.
 
     Args:
         enter: called in the engine's thread with a request and an error message. The message is "" once the request's

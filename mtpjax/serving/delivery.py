@@ -36,7 +36,7 @@ class Delivery:
         drafts: numbers of verification passes, and of proposed and accepted drafts per level.
         depth: chooses the depth from these counts; None if the depth is fixed.
         rebalancer: receives the new tokens; None if experts do not move.
-        progress_at: time (`time.monotonic`) at which the device last answered, or work last arrived after a pause.
+        progress_at: time (`time.monotonic`) at which the device last answered or a pause last ended, if that is later.
     """
 
     def __init__(

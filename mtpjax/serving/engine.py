@@ -117,7 +117,7 @@ class Engine:
 
     @property
     def progress_at(self) -> float:
-        """Time (`time.monotonic`) at which the device last answered, or work last arrived after a pause."""
+        """Time (`time.monotonic`) at which the device last answered or a pause last ended, if that is later."""
         return self._delivery.progress_at
 
     def warm_up(

@@ -92,7 +92,7 @@ class EngineSession(Session):
         self._used: set[ProgramKey] = set()  # programs that are compiled
         self._first_uses: set[ProgramKey] = set()  # currently running
         self.compiled_at = 0.0  # end of the most recent first call of a program, by `time.monotonic`
-        # Greedy rows use dynamic trees, which save passes, so they need separate programs.
+        # With `topk` above 1, greedy rows draft dynamic trees, which save passes, so they need separate programs.
         has_few_logits = model.config.vocab_size <= SMALL_VOCABULARY and config.topk == 1
         self.has_plain = platform_of(mesh) != "cpu" or not has_few_logits
         shape = StateShape(settings.num_slots, self.sizes.capacity, STOPS_SHAPE, SamplingFeatures.all_enabled())

@@ -129,7 +129,7 @@ def running_engine(
     followers: Followers | None = None,
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[tuple[Engine, Metrics]]:
-    """Starts an engine and its metrics; on exit, waits up to `drain_seconds` for its requests, and stops it.
+    """Starts an engine and its metrics. On exit, waits up to `drain_seconds` for requests, and stops the engine.
 
     If one of `followers` is lost, running requests end with an error, and this process ends. `make_engine` is called
     with `Engine`'s arguments `observe` and `followers`. `report` is called with the current stage and its progress.

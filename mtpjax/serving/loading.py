@@ -84,7 +84,7 @@ def loading_app(loading: Loading) -> ASGIApp:
         else:
             message = f"the server is loading: {loading.text}"
             response = error_response(ApiError(message, status=503, code="loading", headers=headers, retry_after=5))
-        # An unread body would reset the connection, and the client would not see the answer.
+        # If the body were not read, the connection would be reset, and the client would not see the response.
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(BODY_SECONDS):
                 async for _ in Request(scope, receive).stream():

@@ -58,7 +58,7 @@ class Metrics:
     def __init__(
         self, status: Callable[[], EngineStatus], *, model_name: str, aliases: tuple[str, ...] = ALIASES
     ) -> None:
-        """Starts with no requests.
+        """Makes metrics without any requests.
 
         Args:
             status: returns the engine's status; called here and once per scrape.

@@ -1,4 +1,4 @@
-"""Requests, what the engine delivers for them, and their state in the engine (`Sequence`)."""
+"""Requests, the events that the engine delivers for them, and their state in the engine (`Sequence`)."""
 
 import dataclasses
 import time
@@ -24,11 +24,11 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         max_new_tokens: maximum number of new tokens, at least 1.
-        sampling: one value per option. A temperature above 0 needs a seed.
+        sampling: sampling parameters, with one value each. A temperature above 0 needs a seed.
         stop_token_ids: the text ends after any of these tokens; that token is part of the new tokens.
         stop_sequences: the text ends after any of these token sequences; that sequence is part of the new tokens.
         logprobs: whether to report the log-probability of each new token under the trunk's unmodified logits.
-        speculative: False decodes without drafts.
+        speculative: whether to decode with drafts.
         grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or the request's own
             stop token ends it early; None allows any text. `stop_token_ids` must include all end tokens.
         salt: only requests with the same salt share pages of the prefix cache.
@@ -174,10 +174,10 @@ class Sequence:
         text: the prompt and the new tokens that were read from the device.
         limit: maximum number of tokens in the text.
         rows: the request as arrays, for the executor.
-        is_plain: greedy, with no sampling options or log-probabilities.
+        is_plain: whether the request is greedy, with no sampling options or log-probabilities.
         scored: collects the log-probabilities of a text that is not continued; None for all other requests.
         matcher: follows the text through the request's grammar, up to the end of `text`; None without a grammar.
-        times: when it arrived, started and delivered tokens, by `time.monotonic`.
+        times: when it arrived, started and received tokens, by `time.monotonic`.
         shard: shard of the mesh's `data` axis that holds its slot and pages.
         slot: its slot in that shard; None while it waits.
         lease: its pages; None while it waits.

@@ -164,7 +164,7 @@ class Router:
         """Checks periodically whether a server accepts requests."""
         while True:
             try:
-                # With API keys the response is 401, which also means that the server is alive.
+                # With API keys, the response is 401, which also means that the server is alive.
                 response = await self._client.get(upstream.url.copy_with(path="/ready"), timeout=CONNECT_SECONDS)
                 self._mark(upstream, is_ready=response.status_code < 500, reason=f"status {response.status_code}")
             except httpx.HTTPError as error:

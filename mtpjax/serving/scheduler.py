@@ -1,8 +1,8 @@
 """Decides what the engine does next: which requests to admit, which prompts to process, and which rows to decode.
 
-This is host code without arrays. Requests wait in order of arrival. One is admitted when a slot is free and the pool
-has pages for its text; it gets further pages as the text grows. When the pool is full, the newest request gives up its
-pages and waits again (preemption, as in vLLM). It keeps its text so far, and later continues at the same position.
+This is host code without arrays. Requests wait in order of arrival. A request is admitted when a slot is free and the
+pool has pages for its text; it gets further pages as the text grows. When the pool is full, the newest request gives up
+its pages and waits again (preemption, as in vLLM). It keeps its text so far, and later continues at the same position.
 """
 
 import collections

@@ -19,7 +19,7 @@ class Engine(Protocol):
         max_length: maximum number of tokens in a text; a prompt must be shorter.
         max_requests: maximum number of running and waiting requests.
         grammars: compiles the grammars of requests; None if grammars are not supported.
-        progress_at: time (`time.monotonic`) at which the device last answered, or work last arrived after a pause.
+        progress_at: time (`time.monotonic`) at which the device last answered or a pause last ended, if that is later.
     """
 
     max_length: int

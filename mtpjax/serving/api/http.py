@@ -21,7 +21,7 @@ from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.request import QueueFull
 
 PART_BYTES = 1 << 16  # minimum size of the parts in which a body is kept
-CHECKS_PER_TIMEOUT = 4  # how often a stream's write is checked during its timeout
+CHECKS_PER_TIMEOUT = 4  # number of checks of a stream's write within its timeout
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def owner_of(request: Request) -> bytes:
 
 
 def client_of(request: Request) -> Hashable:
-    """Identifies the client for fair scheduling: by its key, or by its address if it sends no key."""
+    """Identifies the client for fair scheduling by its key, or by its address if it sends no key."""
     return owner_of(request) or (request.client and request.client.host)
 
 
@@ -254,7 +254,7 @@ class EventStream(Response):
 
 
 async def error_handler(request: Request, error: Exception) -> Response:
-    """Converts an exception that a route raises on purpose to a response."""
+    """Converts an exception that a route raises on purpose into a response."""
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, QueueFull):

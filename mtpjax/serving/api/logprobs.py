@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Formats log-probabilities as in OpenAI's completions and chats."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ class TextOffsets:
 
 
 def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
-    """Makes the `logprobs` object of a completion; `offsets` has counted the tokens before `scores`."""
+    """Makes the `logprobs` object of a completion. `offsets` must already include the tokens before `scores`."""
     text_of = _token_texts(tokenizer)
     top = None
     if scores.alternatives is not None:

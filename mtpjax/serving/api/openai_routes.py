@@ -74,7 +74,7 @@ class OpenAIReply(Reply):
     def _delta(
         self, choice: Choice, fields: dict[str, Any], update: Update | None = None, offsets: TextOffsets | None = None
     ) -> dict[str, Any]:
-        """Makes the choice in a chunk.
+        """Makes the entry of `choices` in a chunk.
 
         With `return_draft_levels`, a choice with new text has `draft_levels`, which list the text of each token and the
         draft level that proposed it; level 0 means that the trunk drew the token.
@@ -97,7 +97,7 @@ class OpenAIReply(Reply):
         return completion_logprobs(self._server.tokenizer, scores, offsets)
 
     def _reason(self, choice: Choice) -> dict[str, Any]:
-        """Returns why a text ended; `stop_reason` is the stop string or token of the request, as in vLLM."""
+        """Returns why a text ended. As in vLLM, `stop_reason` is the request's stop string or token, if any."""
         matched = choice.stream.matched if choice.finish else None
         is_end_of_text = matched in self._server.tokenizer.eos_token_ids
         return {

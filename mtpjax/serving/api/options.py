@@ -68,7 +68,7 @@ class Options:
             prompts: token ids.
             limits: limits of the model and the server.
             salt: only requests with the same salt share pages.
-            param: the field with the prompts, for messages.
+            param: name of the field with the prompts, for messages.
             grammar: the compiled grammar.
 
         Raises:

@@ -80,7 +80,7 @@ class Readers:
         """Reads a body when it is the client's turn.
 
         Args:
-            kind: kind of the request, a key of `reading.KINDS`.
+            kind: kind of the request (a key of `reading.KINDS`).
             parts: the body. They are not joined here, because copying a large body would block the event loop.
             client: the client that sent the request. Clients with many or large requests do not delay other clients.
 

@@ -26,7 +26,7 @@ from mtpjax.serving.api.reading_result import Reading
 from mtpjax.serving.api.settings import Limits
 
 MAX_VALUES = 1 << 17  # JSON values in a body, excluding the token ids of prompts
-MAX_OPTION_BYTES = 1 << 18  # JSON in a body, excluding prompts, messages and tools; a grammar may take 64 kB
+MAX_OPTION_BYTES = 1 << 18  # JSON in a body, excluding prompts, messages and tools; a grammar may have 64 kB
 # Fields that the event loop does not need; they have separate limits.
 _PROMPT_FIELDS = ("prompt", "text", "input_ids", "tokens")
 _READ_FIELDS = (*_PROMPT_FIELDS, "messages", "tools", "chat_template_kwargs")
@@ -41,7 +41,7 @@ class BodyReader:
     strict_fields: bool
 
     def read(self, kind: str, raw: bytes) -> Reading:
-        """Reads a body of this kind, a key of `KINDS`. Raises ApiError."""
+        """Reads a body whose `kind` is a key of `KINDS`. Raises ApiError."""
         body = parse_body(raw)
         _check_values(body)
         fields, read = KINDS[kind]

@@ -30,7 +30,7 @@ from mtpjax.version import __version__
 
 DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
-QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; slower grammars wait for each other, and do not delay quick ones
+QUICK_GRAMMAR_SECONDS = 0.25  # CPU time limit; slower grammars wait for each other, and do not delay quick ones
 GRAMMAR_WAIT_SECONDS = 60.0  # maximum wait for a grammar's turn
 GRAMMAR_SECONDS = 90.0  # time limit from its turn on, regardless of llguidance's limits
 SLOW_GRAMMARS = 2  # maximum number that compile at the same time

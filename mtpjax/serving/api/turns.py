@@ -68,7 +68,7 @@ class Turns:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._queue.discard(client, turn)
-            else:  # the slot came at the same time
+            else:  # the slot was granted at the same time
                 self.release(client)
             raise
 

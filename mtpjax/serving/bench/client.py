@@ -137,7 +137,7 @@ class Client:
         reader = AnswerReader(outcome, text_is_cumulative=self._backend.text_is_cumulative)
         if self._stream:
             async for line in response.aiter_lines():
-                # Take the time first, because parsing takes time too.
+                # Read the clock first, because parsing takes time too.
                 now = time.perf_counter()
                 if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
                     reader.add(now, read_event(self._backend, json.loads(data)))

@@ -1,6 +1,6 @@
 """Connections to a server, opened before the measurement.
 
-One `httpx` client with a pool for all requests would be simpler. But its pool looks at every connection for every
+One `httpx` client with a pool for all requests would be simpler, but its pool looks at every connection for every
 request, which adds to the time to first token when many requests run at once.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_SECONDS = 10.0
-# Servers close idle connections after some seconds, uvicorn after 5. Closing them earlier avoids failed requests.
+# Servers close idle connections after a few seconds (uvicorn after 5). Closing them earlier avoids failed requests.
 IDLE_SECONDS = 3.0
 MAX_OPENED = 256  # connections opened ahead of a run
 

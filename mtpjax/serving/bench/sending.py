@@ -46,7 +46,7 @@ async def measure(
 
     async def send(request: BenchRequest, at: float) -> None:
         await asyncio.sleep(begin + at - time.perf_counter())
-        # The semaphore grants slots in order of arrival. The time before the slot is not part of the latency.
+        # The semaphore grants slots in order of arrival. The wait for a slot is not part of the latency.
         async with slots:
             outcomes.append(await client.send(request, extra_body))
         progress()

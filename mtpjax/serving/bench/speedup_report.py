@@ -120,7 +120,7 @@ def write_report(
 
 
 def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any], reference: Reference) -> str:
-    """Formats the comparison as Markdown: table, notes and settings."""
+    """Formats the comparison as Markdown, with a table, notes and settings."""
     lines, headings = ["# Serving with and without MTP", "", rows_verdict(rows), ""], _headings(reference)
     lines.append(f"| {' | '.join(heading.replace(chr(10), ' ') for heading in headings)} |")
     lines.append("|" + "--:|" * len(headings))

@@ -1,4 +1,4 @@
-"""The requests of a benchmark and their times. The same seed gives the same requests and times."""
+"""Makes the requests of a benchmark and their arrival times. The same seed gives the same requests and times."""
 
 import dataclasses
 import itertools

@@ -103,7 +103,7 @@ class RemotePrefill:
         if num_known == len(digests):
             return False
         # 1. Send the request.
-        # The salt may be the hash of a client's key, which the network must not see.
+        # The salt may be the hash of a client's key, which must not be visible on the network.
         salt = hashlib.sha256(salt).digest()
         message = {"model": self._model, "tokens": np.array(prompt, "<i4").tobytes(), "salt": salt}
         body = protocol.pack({**message, "num_known": num_known})

@@ -121,7 +121,7 @@ class Leader:
 
 @contextlib.contextmanager
 def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
-    """Connects process 0 with the other processes. All processes must call it.
+    """Connects process 0 to the other processes. All processes must call this function.
 
     On exit, process 0 stops the others, and sends the reason if the block raises.
 

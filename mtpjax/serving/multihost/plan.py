@@ -43,7 +43,7 @@ def decode(body: bytes) -> tuple[str, tuple[Any, ...], list[Any]]:
 
 
 def decode_call(name: str, arrays: tuple[Any, ...], key: list[Any]) -> PendingCall:
-    """Makes the call of a program from what `decode` returned.
+    """Makes the call of a program from the values that `decode` returned.
 
     Raises:
         ValueError: the program does not exist.
