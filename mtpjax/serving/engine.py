@@ -382,7 +382,7 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """Ends the admitted requests, whose state may be lost, and continues with the waiting requests."""
-        _log.error("a call of the engine failed; its requests end", exc_info=error)
+        _log.error("a call of the engine failed; ending its requests", exc_info=error)
         # 1. End the requests. Their slots and pages are lost.
         self._in_flight = []
         for sequence in self._scheduler.restart(make_pools(self._executor.session.sizes, self.settings)):

@@ -197,7 +197,7 @@ def _chunk(body: bytes) -> Message:
 
 
 def _no_server() -> ApiError:
-    return ApiError("no server accepts requests now", status=503, code="no_server", retry_after=1)
+    return ApiError("no server can accept requests at the moment", status=503, code="no_server", retry_after=1)
 
 
 def _lost(upstream: Upstream, error: Exception) -> ApiError:

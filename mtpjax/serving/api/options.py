@@ -80,9 +80,7 @@ class Options:
             raise ApiError(f"a request is limited to {count_of(limits.max_requests, 'text')}, got {texts}", param="n")
         # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
-            message = (
-                f"the request has {texts}; the server holds at most {limits.max_queued} at the same time: send fewer"
-            )
+            message = f"the request has {texts}, but the server holds at most {limits.max_queued} at once; send fewer"
             raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than the previous choice's.
         jobs = []

@@ -67,7 +67,7 @@ class BodyReader:
     def _generate(self, body: Body) -> Reading:
         values, options = read_generate(body, self.limits)
         given = [name for name in ("text", "input_ids") if body.get(name) is not None]
-        require(len(given) == 1, "give either text or input_ids", param="text")
+        require(len(given) == 1, "exactly one of text and input_ids is required", param="text")
         param, value = given[0], body[given[0]]
         special = values["add_special_tokens"]
         prompts = read_prompts(self.tokenizer, value, param, self.limits, add_special_tokens=special)

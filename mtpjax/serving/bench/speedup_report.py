@@ -71,7 +71,7 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         result.append(f"{count_of(failed, 'request')} failed; their tokens do not count")
     result += [f"{count_of(row.concurrency, 'request')} at once: {row.problem}" for row in rows if row.problem]
     if any(row.num_pairs == 1 for row in rows):
-        result.append("one pair of runs has no interval: raise --repeats")
+        result.append("a single pair of runs gives no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
         result.append("the server reports no accept length")
     if busy := [str(row.concurrency) for row in rows if row.is_client_busy]:
@@ -80,7 +80,7 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         )
     # A server that does not know the field `speculative` uses drafts for all requests.
     if any((row.accept_length_without or 1) > 1.001 for row in rows):
-        result.append("the server drafts despite `speculative: false`: the comparison is not valid")
+        result.append("the server drafts despite `speculative: false`, so the comparison is not valid")
     return result
 
 

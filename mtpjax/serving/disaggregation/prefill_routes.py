@@ -37,7 +37,7 @@ def prefill_router(
         try:
             signer.check(request.headers, body)
         except Forged as error:
-            _log.warning("a request for prefill was refused: %s", error)
+            _log.warning("a prefill request was rejected: %s", error)
             raise ApiError("only decode servers may send this request", status=403, code="forbidden") from error
         # 2. Read the request.
         try:

@@ -47,7 +47,7 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
         metrics: receives the decode server's counters, if given.
 
     Raises:
-        ValueError: the engine shares no pages, or the data plane does not start.
+        ValueError: the engine shares no pages, or the data plane cannot start.
     """
     if not engine.pages.is_supported:
         raise ValueError(
