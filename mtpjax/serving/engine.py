@@ -1,9 +1,9 @@
-"""The engine: requests in, tokens out, one thread that keeps the device busy.
+"""The engine, which generates tokens for requests in one thread that keeps the device busy.
 
-A tick (`Engine._tick`) takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan
-(`Executor`), and then reads the reports of the previous tick (`Delivery`), while the device runs this one. Deltas reach
-each request's `deliver` function. Rows with a grammar draft in these calls; their verification is dispatched last, with
-masks that the host computes from the drafts and the text so far.
+The thread handles new requests and aborts between ticks. A tick (`Engine._tick`) makes a plan (`Scheduler`), dispatches
+its calls (`Executor`), and then reads the reports of the previous tick (`Delivery`) while the device runs this one.
+Each request's `deliver` function receives its deltas. For rows with a grammar, these calls only draft; verification is
+dispatched last, with masks that the host computes from the drafts and the text so far.
 """
 
 import itertools
@@ -64,10 +64,10 @@ class Engine:
         config: settings that all requests share; limits and stop tokens come from each request.
         settings: sizes and limits.
         observe: called from the engine's thread with the `Finish` and the times of each request, for metrics.
-        followers: the other processes of the mesh, which run the same calls; None: there is only this process.
-        draft_params: the drafter's own parameters (`mtpjax.load_drafter`); None: it has no parameters, or uses the
+        followers: the other processes of the mesh, which run the same calls; None if this is the only process.
+        draft_params: the drafter's own parameters (`mtpjax.load_drafter`); None if it has no parameters or uses the
             model's MTP modules.
-        grammars: compiles the grammars of requests; None: requests cannot have grammars.
+        grammars: compiles the grammars of requests; if None, requests cannot have grammars.
 
     Raises:
         ValueError: settings contradict each other or the model.
@@ -117,7 +117,7 @@ class Engine:
 
     @property
     def progress_at(self) -> float:
-        """Time (`time.monotonic`) at which the device last answered, or work last arrived after a pause."""
+        """Time (`time.monotonic`) at which the device last answered or a pause last ended, if that is later."""
         return self._delivery.progress_at
 
     def warm_up(
@@ -127,19 +127,19 @@ class Engine:
 
         With "first" and "none", a thread compiles the remaining programs while requests run. A request that needs a
         missing program waits for it. With several processes, moving experts or measured depths, all programs are
-        needed: "first" then means "all", and "none" compiles a program in the call that first uses it.
+        needed, so "first" means the same as "all", and "none" compiles a program in the call that first uses it.
 
         Args:
             progress: called with the number of compiled programs and the total.
-            programs: "all": all that requests may need; "first": those that serve any request without a grammar, and
-                the others after `start`; "none": each when a request needs it.
+            programs: "all" compiles every program that requests may need. "first" compiles those that can serve any
+                request without a grammar, and the others after `start`. "none" compiles each when a request needs it.
         """
         self._compilation.warm_up(progress, programs)
         self._measure_depths()
         self._num_warm_up_programs = self._executor.session.num_compiled
 
     def start(self) -> None:
-        """Starts the threads: one that serves requests, and one that compiles the remaining programs."""
+        """Starts the thread that serves requests, and the thread that compiles the remaining programs."""
         self._measure_depths()
         self._thread.start()
         self._compilation.start()
@@ -154,14 +154,14 @@ class Engine:
 
         Args:
             request: the text to continue, and its options.
-            deliver: gets every `Delta`, then one `Finish`. It is called from the engine's thread and must not block.
+            deliver: receives every `Delta`, then one `Finish`. It is called in the engine's thread and must not block.
 
         Returns:
-            The request's number, for `abort`.
+            The request's id, for `abort`.
 
         Raises:
             ValueError: the prompt or an option is out of range; the message is one line.
-            QueueFull: too many requests wait, or the engine shuts down.
+            QueueFull: too many requests are waiting, or the engine is shutting down.
         """
         return self._submit(request, deliver)
 
@@ -170,7 +170,7 @@ class Engine:
         sequence = Sequence.new(next(self._ids), request, rows, deliver, scored)
         with self._inbox.changed:
             if self._inbox.is_closing:
-                raise QueueFull("the server shuts down")
+                raise QueueFull("the server is shutting down")
             # A request with a free slot does not count as waiting, even before it is admitted.
             num_waiting = len(self._delivery.sequences) - self.settings.num_slots
             if num_waiting >= self.settings.max_waiting and scored is None:
@@ -203,13 +203,13 @@ class Engine:
 
         Raises:
             ValueError: the text or `num_top` is out of range.
-            QueueFull: the engine shuts down, or the text ran out of time.
+            QueueFull: the engine is shutting down, or the text ran out of time.
             RuntimeError: a call of the engine failed.
         """
         text = ScoredText(list(tokens), num_top)
         check_text(text.tokens, num_top, vocab_size=self.vocab_size, max_length=self.max_length)
         if len(text.tokens) > 1:
-            # The last token is scored, but no token follows it.
+            # The last token is scored, but no token follows it, so the model does not need to process it.
             request, ended = Request(prompt=tuple(text.tokens[:-1]), max_new_tokens=1), queue.SimpleQueue()
             self._submit(request, ended.put, text)
             finish = ended.get()
@@ -248,9 +248,9 @@ class Engine:
         )
 
     def fail(self, message: str) -> None:
-        """Ends all requests with this message and accepts no new ones: the process is about to end.
+        """Ends all requests with this message, and accepts no new ones, because the process is about to end.
 
-        The engine's thread may be waiting for a device that never responds, so this runs in the caller's.
+        The engine's thread may be waiting for a device that never responds, so this runs in the caller's thread.
         """
         self._inbox.close()
         self._delivery.fail_all(message)
@@ -276,7 +276,7 @@ class Engine:
         """Accepts no new requests, waits for the running ones, and stops the thread.
 
         Args:
-            timeout: seconds after which requests that are still running are aborted; None: no limit.
+            timeout: seconds after which requests that are still running are aborted; None means no limit.
 
         Returns:
             True if all requests ended without being aborted.
@@ -311,7 +311,7 @@ class Engine:
                         break
                 actions, self._inbox.actions = self._inbox.actions, []
                 self._tick_began = time.monotonic()
-            # An error of one request must never end the thread.
+            # An error in one request must never end the thread.
             try:
                 for action in actions:
                     action()
@@ -332,7 +332,7 @@ class Engine:
         for rows in split("admit", plan.admitted):
             self._executor.admit(rows)
         if plan.admitted:
-            # Restore snapshots first: the copies for `plan.saved` below may overwrite their rows.
+            # Restore snapshots first, because the copies for `plan.saved` below may overwrite their rows.
             self._executor.copy_snapshots(plan.restored, to_state=True)
             self._delivery.count_admitted(plan.admitted)
         prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
@@ -359,12 +359,12 @@ class Engine:
         # 3. The text of rows with a grammar is now known, so their drafts can be masked and verified.
         calls += [self._executor.verify(draft, self._delivery.allowed(draft)) for draft in drafts]
         self._in_flight = calls
-        # 4. Pages that left the pool were copied before this tick's calls.
+        # 4. Store the pages that left the pool, whose copies were started before this tick's calls.
         for host, copies in leaving:
             copies.arrive(host)
 
     def _choose_depth(self, num_rows: int) -> int:
-        """Returns the number of draft levels of the next call, for this number of decoding rows."""
+        """Returns the number of draft levels for the next call with this number of decoding rows."""
         limit, adaptive = self.settings.disable_drafts_at, self._delivery.depth
         depth = self._num_levels
         if limit is not None and num_rows >= limit:
@@ -382,7 +382,7 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """Ends the admitted requests, whose state may be lost, and continues with the waiting requests."""
-        _log.error("a call of the engine failed; its requests end", exc_info=error)
+        _log.error("a call of the engine failed; ending its requests", exc_info=error)
         # 1. End the requests. Their slots and pages are lost.
         self._in_flight = []
         for sequence in self._scheduler.restart(make_pools(self._executor.session.sizes, self.settings)):

@@ -1,4 +1,4 @@
-"""The inbox of an engine's thread: functions that other threads want it to run between ticks."""
+"""The inbox of an engine's thread, which contains functions for it to run between ticks."""
 
 import concurrent.futures
 import threading
@@ -34,7 +34,7 @@ class Inbox:
         """Adds a function. Raises `QueueFull` if the thread has ended."""
         with self.changed:
             if self.is_closing and not self._thread.is_alive():
-                raise QueueFull("the server shuts down")
+                raise QueueFull("the server is shutting down")
             self.actions.append(action)
             self.changed.notify()
 
@@ -56,4 +56,4 @@ class Inbox:
                 if future.done():  # the function's own error
                     raise
                 if not self._thread.is_alive():
-                    raise QueueFull("the server shuts down") from None
+                    raise QueueFull("the server is shutting down") from None

@@ -47,8 +47,8 @@ class ServerSettings:
     """Settings of the server process.
 
     Attributes:
-        watchdog_seconds: duration of a call after which the process ends; None: no limit.
-        drain_seconds: time that running requests get to finish after SIGTERM.
+        watchdog_seconds: maximum duration of a call, after which the process ends; None means no limit.
+        drain_seconds: time that running requests have to finish after SIGTERM.
         header_seconds: time within which a client must send the header of a request.
         warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
     """
@@ -60,13 +60,13 @@ class ServerSettings:
 
 
 def page_bytes(decoder: Decoder, dtype: Any) -> int:
-    """Computes how many bytes a page takes in all caches, over all devices; the decoder's pool must have one page."""
+    """Computes the size of a page in bytes, over all caches and devices. The decoder's pool must have one page."""
     state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
     return host_pages.page_bytes(host_pages.page_shapes((state.trunk, state.drafter)))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Computes how many bytes a row's recurrent states take, over all devices; 0 for models without such states."""
+    """Computes the size of a row's recurrent states in bytes, over all devices; 0 for models without such states."""
     cache = jax.eval_shape(lambda: empty_cache(config, config.trunk_kinds, 1, 1, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recurrent_entries(cache)))
 
@@ -74,16 +74,16 @@ def state_bytes(config: ModelConfig, dtype: Any) -> int:
 def choose_num_pages(
     params: dict, model: MTPModel, decode: DecodeConfig, settings: EngineSettings, memory_fraction: float
 ) -> int:
-    """Chooses the size of the pool: enough for the longest text in every slot, or as much as memory allows.
+    """Returns a number of pages that is enough for the longest text in every slot, or as many as memory allows.
 
     Args:
         params: the parameters of `model`, on their devices.
         decode: settings that all requests share.
-        settings: the engine's settings, of which only slots, length and snapshots matter.
-        memory_fraction: fraction of the accelerator's memory that weights and pages may take.
+        settings: the engine's settings. Only slots, length and snapshots matter.
+        memory_fraction: fraction of the accelerator's memory that weights and pages may use.
 
     Raises:
-        MemoryTooSmall: the remaining memory has no room for one text.
+        MemoryTooSmall: the remaining memory has no room for one text of maximum length.
     """
     embedding, config = params["embedding"], model.config
     limit = config.max_position_embeddings
@@ -92,7 +92,7 @@ def choose_num_pages(
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     if all(stats):
-        # Every device holds its shard of the weights already, and its share of each page.
+        # Every device already holds its shard of the weights, and will hold its share of each page.
         room = sum(memory_fraction * each["bytes_limit"] - each["bytes_in_use"] for each in stats if each)
         # All processes must choose the same size.
         room = min(gather_values(room * len(devices) / len(own)))
@@ -129,10 +129,10 @@ def running_engine(
     followers: Followers | None = None,
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[tuple[Engine, Metrics]]:
-    """Starts an engine and its metrics; on exit, waits up to `drain_seconds` for its requests, and stops it.
+    """Starts an engine and its metrics. On exit, waits up to `drain_seconds` for requests, and stops the engine.
 
     If one of `followers` is lost, running requests end with an error, and this process ends. `make_engine` is called
-    with `Engine`'s arguments `observe` and `followers`. `report` takes the current stage and its progress.
+    with `Engine`'s arguments `observe` and `followers`. `report` is called with the current stage and its progress.
     """
     with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
         engine = make_engine(observe=lambda *end: metrics.observe(*end), followers=followers)
@@ -179,10 +179,10 @@ def serve(
 
     Args:
         app: from `make_app`.
-        engine: its engine, which has been started.
+        engine: the application's engine, which has been started.
         server: settings of the process.
         listener: the open port.
-        loading: closed as soon as the application takes over the port from `open_port`.
+        loading: closed just before the application takes over the port from `open_port`.
     """
     state: ApiServer = app.state.server
     drafter = state.settings.server_info.get("speculative_algorithm")
