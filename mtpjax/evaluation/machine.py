@@ -39,7 +39,7 @@ def has_waiting_times() -> bool:
 
 
 def busy_seconds() -> float:
-    """Returns for how long the cores available to this process have been busy since the system started, in core-seconds.
+    """Returns how long the cores available to this process have been busy since the system started, in core-seconds.
 
     Time that a hypervisor gives to other machines counts as busy. Returns nan if the system does not report idle time.
     """

@@ -1,4 +1,4 @@
-"""The ops that can be timed separately, each with a function that makes a case for a shape as passed to `dispatch.choose`."""
+"""The ops that can be timed separately, each with a function that makes a case for a shape from `dispatch.choose`."""
 
 from collections.abc import Callable
 

@@ -49,7 +49,7 @@ class Load:
 
     @property
     def num_scratch_slots(self) -> int:
-        """Number of slots that a chain's round writes after a row's text, which is the number of tokens to verify plus 1."""
+        """Number of slots that a chain's round writes after a row's text; it verifies one token fewer."""
         return self.num_steps + 2
 
     @property

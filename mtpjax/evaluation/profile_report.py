@@ -11,7 +11,7 @@ def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
     """Computes the acceptance rate above which rounds with drafts are faster than plain decoding.
 
     Returns:
-        The rate a, the same at every level, with 1 + a + ... + a^K = `relative_cost`; None if even a = 1 is too low.
+        The rate a, equal at all levels, that solves 1 + a + ... + a^K = `relative_cost`; None if even a = 1 is too low.
     """
     if relative_cost > num_steps + 1:
         return None

@@ -31,7 +31,7 @@ class PromptChoice:
         return choose_prompts(read_prompts(self.path), self.count, categories=self.categories, seed=seed)
 
     def limit(self, config: ModelConfig, max_new_tokens: int) -> int:
-        """Returns the maximum prompt length: prompt and new tokens together must fit the model's maximum length."""
+        """Returns the maximum prompt length that leaves room for the new tokens within the model's maximum length."""
         return max_prompt_length(config.max_position_embeddings, max_new_tokens, self.max_tokens)
 
     def encode(
