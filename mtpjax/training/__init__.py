@@ -1,4 +1,4 @@
-"""Training of trunks and MTP modules: settings, losses, update steps, run folders and evaluation.
+"""Trains trunks and drafters, with settings, losses, update steps, run folders and evaluation.
 
 The names in `__all__` are for custom training loops, callbacks and objectives.
 """

@@ -1,4 +1,4 @@
-"""The settings of a training run: `TrainConfig`, frozen and hashable."""
+"""Defines `TrainConfig`, the frozen and hashable settings of a training run."""
 
 import dataclasses
 import math
@@ -16,8 +16,8 @@ from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 from mtpjax.training.objective import Objective
 
-MAX_LEARNING_RATE = 100.0  # far above any real value: a larger value is a typo
-MAX_DEPTHS = 64  # each depth is compiled; many more would take hours
+MAX_LEARNING_RATE = 100.0  # far above any real value, so a larger value is a typo
+MAX_DEPTHS = 64  # each depth is compiled, so many more would take hours
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
 # Settings of every drafter with separate files; a method may add more (`DraftTraining.settings`).
 DRAFTER_SETTINGS = ("draft_init_from", "draft_reading", "draft_vocab_size")
@@ -226,13 +226,13 @@ class TrainConfig:
             isinstance(self.objective, Objective),
             f"objective must be an Objective, not {printable(repr(self.objective), 80)}",
         )
-        # Default mix: learn from the data if the draft losses change the trunk, else imitate the trunk.
+        # By default, learn from the data if the draft losses change the trunk, and imitate the trunk otherwise.
         mix = {"cross_entropy" if self.trains == "all" else "kl": 1.0}
         if not self.objective.mix:
             object.__setattr__(self, "objective", dataclasses.replace(self.objective, mix=mix))
         is_used = self.num_depths > 0 or self.objective == Objective(mix=mix)
         require(is_used, "objective is unused: it needs num_depths above 0")
-        # Settings that need others.
+        # Check settings that need other settings.
         require(self.num_depths > 0 or self.trains == "all", f"trains={self.trains!r} needs num_depths of at least 1")
         object.__setattr__(self, "plot_formats", tuple(self.plot_formats))
         for name in self.plot_formats:
@@ -250,16 +250,16 @@ class TrainConfig:
 
     @property
     def draft_method(self) -> DraftMethod:
-        """Returns the `DraftMethod` that `drafter` selects."""
+        """The `DraftMethod` that `drafter` selects."""
         return find_method(self.drafter)
 
     @property
     def model_config(self) -> ModelConfig:
-        """Returns the architecture of new weights: the preset, overridden by the fields in `model`."""
+        """The architecture of new weights, which is the preset overridden by the fields in `model`."""
         return override_config(presets[self.preset], model_changes(self.model))
 
     def _check_model(self):
-        """Checks the architecture. A checkpoint fixes it: only MTP modules can be added."""
+        """Checks the architecture. A checkpoint fixes it, except that MTP modules can be added."""
         if isinstance(self.model, ModelConfig):
             require(self._is_default("preset"), f"preset '{self.preset}' is unused: `model` is a complete architecture")
         changes = model_changes(self.model)

@@ -1,4 +1,4 @@
-"""Logs a run: rows in `metrics.jsonl`, and a live progress bar or plain lines on stderr."""
+"""Logs a run to `metrics.jsonl`, and shows a live progress bar or plain lines on stderr."""
 
 import contextlib
 import json
@@ -59,7 +59,7 @@ class MetricsLog:
 
     def record(self, row: dict[str, Any]) -> None:
         """Appends a row, a dict with at least `step`."""
-        # Convert rows through JSON, so that the history is the same after a restart: tuples become lists, keys strings.
+        # Convert through JSON, which turns tuples into lists and keys into strings, so a restart has the same history.
         self.history.append(json.loads(json.dumps(row)))
         if self.writer:
             self.writer.append([row])
@@ -131,7 +131,7 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
 
 @contextlib.contextmanager
 def progress_display() -> Iterator[Callable[[float, str, float], None]]:
-    """Shows progress on stderr: a live bar on a terminal, a line per call elsewhere.
+    """Shows progress on stderr, as a live bar on a terminal and as one line per call elsewhere.
 
     Yields `show(progress, text, seconds)` with the fraction done 0..1, a description, and the seconds since the start.
     """

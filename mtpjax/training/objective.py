@@ -1,4 +1,4 @@
-"""The settings of the draft losses: `Objective`, frozen and hashable."""
+"""Defines `Objective`, the frozen and hashable settings of the draft losses."""
 
 import dataclasses
 import numbers
@@ -77,10 +77,10 @@ class Objective:
 
     @property
     def names(self) -> set[str]:
-        """Returns the names of the objectives in either mix."""
+        """The names of the objectives in either mix."""
         return {name for name, _ in (*self.mix, *self.start)}
 
     @property
     def compares_with_trunk(self) -> bool:
-        """Returns whether any objective needs the trunk's distribution, not only the data."""
+        """Whether any objective needs the trunk's distribution, not only the data."""
         return self.names != {"cross_entropy"}

@@ -63,13 +63,13 @@ def train(
     Args:
         config: the settings.
         callbacks: called after each update, evaluation and save; may request a stop (`mtpjax.training.Callback`).
-        objective: computes the training loss from `mtpjax.training.LossInputs`, instead of `config.objective`, whose
-            loss it may add to. A JAX function: it is traced once. To resume, pass one with the same name.
+        objective: JAX function that computes the training loss from `mtpjax.training.LossInputs` and replaces
+            `config.objective`, whose loss it may add to. It is traced once. To resume, pass one with the same name.
         panel_depths: minimum number of draft levels in the panel, which always includes the trained ones.
         evaluations: number of evaluations, including the one at the end.
         resume: continue the run in the folder from its newest complete state, or from the start if there is no state.
-            On a CPU, the losses then equal those of an uninterrupted run, bit for bit. Settings and data must be the
-            same, except for `mtpjax.training.run_settings.CHANGEABLE_SETTINGS`.
+            On a CPU, its losses are then the same as in an uninterrupted run, bit for bit. Settings and data must be
+            the same, except for `mtpjax.training.run_settings.CHANGEABLE_SETTINGS`.
         overwrite: replace an existing run in the folder.
         allowed_changes: further settings that may differ when resuming; "data" allows different data.
 
