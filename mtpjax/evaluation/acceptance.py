@@ -1,4 +1,4 @@
-"""Measures acceptance on given prompts, by decoding them plainly and with drafts and by a teacher-forced pass.
+"""Measures acceptance on given prompts with plain decoding, decoding with drafts, and a teacher-forced pass.
 
 This module returns counts per prompt. `mtpjax.evaluation.metrics` turns them into rates and accept lengths, as it does
 for the counts from `mtpjax ablate` and `merge-mtp --check`.
@@ -33,8 +33,8 @@ def measure_acceptance(
 ) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
 
-    If a drafter has parameters but is not a `TrainedDrafter`, there is no teacher-forced pass. The sums are 0, and the
-    predictions are nan.
+    If a drafter has parameters but is not a `TrainedDrafter`, there is no teacher-forced pass, so the sums are 0 and
+    the predictions are nan.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -102,7 +102,7 @@ def _measure_batch(
     drafted: dict[str, Any] = {"model": model, "config": config, "draft_params": draft_params}
     result = speculative_generate(params, rows, **drafted, **sampling)
     is_identical = equals_plain_decoding(params, rows, result.rows(), plain, model=model, config=config, **sampling)
-    # 3. Run one teacher-forced pass over the plain texts, for the rates at every position and the predictions.
+    # 3. Run one teacher-forced pass over the plain texts, which gives the rates at every position and the predictions.
     if draft_params is None or isinstance(draft_params, DraftParams):
         num_new = np.array([len(text) for text in plain])
         forced = count_teacher_forced(params, rows, num_new, extended, temperatures=temperatures, **drafted)
@@ -137,10 +137,9 @@ def equals_plain_decoding(
     """Checks, for each prompt, whether decoding with drafts and plain decoding return the same text.
 
     Below float32, matmuls round differently at different batch widths, so near-tied logits can flip. Texts that differ
-    are therefore compared once more, with plain decoding whose passes are as wide as verification. This second
-    comparison is reliable at a fixed depth. With adaptive depth, the width varies between rounds, unless
-    `config.min_rows` is the width of the deepest round. The states that linear attention replays may also differ in the
-    last bit.
+    are therefore compared once more, with plain decoding at the width of verification. This second comparison is
+    reliable at a fixed depth; with adaptive depth, the width varies between rounds unless `config.min_rows` is the
+    width of the deepest round. The states that linear attention replays may also differ in the last bit.
 
     Args:
         rows: new tokens from decoding with `config`.

@@ -5,7 +5,7 @@ Nothing runs, so no H100 or TPU is needed; `h100_devices` and `tpu_devices` in `
 Several functions here and in `mtpjax.evaluation.plan` share these arguments: `params` are shapes, as returned by
 `stored_shapes`; `sizes` are the sizes of the mesh axes by name; `rows` is the batch size, `slots` the number of cache
 slots per row, and `num_steps` the number of draft levels. `prefill_chunk` is the number of tokens per row in a prefill
-pass; if it is None, it is chosen as in `speculative_generate` for prompts that fill half the slots.
+pass; by default, it is the number that `speculative_generate` chooses for prompts that fill half the slots.
 """
 
 import collections
@@ -49,7 +49,7 @@ class Compiled:
         arguments: bytes of weights and state per device.
         temp: bytes of temporary memory per device.
         collectives: number of occurrences of each (operation, shapes, location in the program).
-        kernels: number of Triton calls in the module.
+        kernels: number of Triton calls in the compiled module.
         seconds: CPU seconds that compilation took.
         text: the compiled module.
     """

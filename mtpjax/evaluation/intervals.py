@@ -1,4 +1,4 @@
-"""95 % bootstrap intervals, which state the uncertainty of every measurement in this project.
+"""Computes 95 % bootstrap intervals, which quantify the uncertainty of every measurement in this project.
 
 The resampled units are whole prompts, batches or repeats, because the steps within a unit are correlated. The random
 seed is fixed, so that a report is reproducible.

@@ -16,7 +16,7 @@ from mtpjax.evaluation.intervals import Estimate, estimate_from, resample, resam
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:
-    """Estimates a ratio of sums over prompts, with a bootstrap interval, for each of K columns.
+    """Estimates, for each of K columns, a ratio of sums over prompts with a bootstrap interval.
 
     Args:
         numerator: `[P, K]` counts per prompt.
@@ -72,9 +72,9 @@ def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
 
     Returns:
         Lists of estimates by level: "agreement", "conditional" and "survival" compare arg-max tokens (temperature 0);
-        "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV, which is the acceptance probability under
-        the rule "token" at the temperature of the pass. The numbers "accept_length" and "overlap_accept_length" are 1
-        plus the sum of the survival rates.
+        "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV, the acceptance probability under the rule
+        "token" at the pass's temperature. "accept_length" and "overlap_accept_length" are 1 plus the sum of the
+        survivals.
     """
     # The expected tokens of a round are the bonus token and one token for each level that survives.
     survival = estimate(sums.survives, sums.positions)
@@ -155,7 +155,7 @@ def to_json(value: Any) -> Any:
 
 
 def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
-    """Prints two tables 80 columns wide: accept lengths by category, and rates by category and level."""
+    """Prints two tables, 80 columns wide, of accept lengths by category and of rates by category and level."""
     from rich.markup import escape
 
     from mtpjax.evaluation.tables import number_table

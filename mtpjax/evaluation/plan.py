@@ -155,7 +155,7 @@ def plan_layout(
 def estimate_temps(
     config: ModelConfig, params: dict, sizes: Mapping[str, int], *, rows: int, slots: int, prefill_chunk: int
 ) -> Iterator[Temp]:
-    """Estimates the temporary memory of a decoding call that uses kernels, by kind of layer.
+    """Estimates, for each kind of layer, the temporary memory of a decoding call that uses kernels.
 
     The estimate is the sum of the largest arrays in a prefill pass, in bfloat16.
     """
@@ -169,15 +169,14 @@ def estimate_temps(
     channels += config.linear_num_value_heads * config.linear_value_head_dim
     inputs = local_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
     shared += 2 * inputs * sum(kind.attention == "delta" for kind in config.trunk_kinds)
-    # 1. Experts process the rows of all `data` devices. The outputs of each token's experts are in memory together with
-    # the experts' activations at first, and then together with their sums.
+    # 1. Experts process the rows of all `data` devices. The outputs of each token's experts are in memory first with
+    # the experts' activations, and then with the sums of the outputs.
     if config.is_moe:
         all_tokens = rows * prefill_chunk
         chosen = all_tokens * config.num_experts_per_tok
         activations = chosen * config.moe_intermediate_size / tensor
         yield Temp("experts", shared + 2 * chosen * width + 2 * max(activations, all_tokens * width))
-    # 2. If a pass has many tokens, XLA converts fp8 matrices to bfloat16 in memory. Dense layers have the widest
-    # product.
+    # 2. In passes over many tokens, XLA stores fp8 matrices as bfloat16. Dense layers have the widest product.
     written = 0.0
     if tokens > MAX_ROWS:
         for (name, _, nbytes), leaf in zip(

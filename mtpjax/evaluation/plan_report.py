@@ -49,7 +49,7 @@ class Load:
 
     @property
     def num_scratch_slots(self) -> int:
-        """Number of slots that a chain's round writes after a row's text; it verifies one token fewer."""
+        """Number of slots that a chain's round writes after a row's text; the round verifies one token fewer."""
         return self.num_steps + 2
 
     @property
@@ -132,7 +132,7 @@ def compare_meshes(
             for steps in (0, load.num_steps)
         ]
         candidates.append(Candidate(layout, *estimate))
-    # The best of the meshes that fit is the one with the fastest rounds with drafts.
+    # Of the meshes that fit, choose the one whose rounds with drafts are fastest.
     fitting = [each for each in candidates if each.plan.free(device) >= 0]
     best = min(fitting, key=lambda each: each.drafted.seconds, default=None)
     return Comparison(load, candidates, excluded, best)

@@ -64,8 +64,7 @@ def _collectives(
 
     # 2. Heads and columns are sharded over `tensor`, rows and experts over `data`.
     if tensor > 1:
-        # Each layer has a sum after attention and one after the feed-forward layer. Experts sum all rows if rows are
-        # gathered.
+        # Each layer sums after attention and after the feed-forward layer. Experts sum all rows if rows are gathered.
         share = 2 * (tensor - 1) / tensor
         sums = layers * local_rows + (layers - moe) * local_rows + moe * (rows if data > 1 else local_rows)
         yield travel("sums of layers", "tensor", 2 * count, share * row_bytes * sums)

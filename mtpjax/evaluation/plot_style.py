@@ -95,7 +95,7 @@ def draw_picture(
     """Draws a plot and writes it; does nothing without matplotlib or formats.
 
     Args:
-        path: the file. Its suffix sets the format; without a suffix, each format gets a file.
+        path: the file. Its suffix sets the format; without a suffix, one file per format is written.
         size: width and height of the panels in inches; the title adds to the height.
         draw: draws into a `matplotlib.figure.Figure`.
         formats: any of "png", "svg" and "pdf".

@@ -15,10 +15,10 @@ q_j(y_j) / p_j(y_j) over j <= i:
 
 Under `token`, a level commits y_j with probability p(y_j), of which min(p, q)(y_j) comes from an accepted draft
 (Leviathan et al., 2211.17192, section 2.3). Under `block`, in the notation of `acceptance.block_chain` (Sun et al.,
-2403.10444), the rule accepts at least i of the given drafts 1..i with probability w_i. This follows by induction from
-the last level down, since E[w_{i+1}] = w_i - r_i and 1 - (1 - E[w_{i+1}]) (1 - h_i) = w_i. The drafts equal y with
-probability prod of q_j(y_j), so given y the probability is R_i w_i, and w_i = min(1, w_{i-1} p_i / q_i) turns it into
-min(R_i, R_{i-1} w_{i-1}).
+2403.10444), w_i is the probability, given drafts 1..i, that the rule accepts at least i drafts. This follows by
+induction from the last level down, since E[w_{i+1}] = w_i - r_i and 1 - (1 - E[w_{i+1}]) (1 - h_i) = w_i. The drafts
+equal y with probability prod of q_j(y_j), so given y the probability is R_i w_i, and w_i = min(1, w_{i-1} p_i / q_i)
+turns it into min(R_i, R_{i-1} w_{i-1}).
 
 Given y, the anchors form a Markov chain, so the expected numbers of rounds and accepted drafts are computed position by
 position. At temperature 0 nothing is random, and the predicted counts equal decoding's counts. Above temperature 0, the

@@ -32,8 +32,8 @@ class Conditions:
         batches: batch sizes.
         context: tokens per row in the caches; reduced if the model's maximum length is smaller.
         temperature: above 0, rounds sample their tokens.
-        repeats: measurements per batch size. Slow models get fewer: after the first four, measuring stops when the time
-            limit for a batch size is reached.
+        repeats: measurements per batch size. Slow models get fewer, because after the first four, measuring stops when
+            the time limit for a batch size is reached.
         seconds: approximate duration of one timing.
 
     Raises:

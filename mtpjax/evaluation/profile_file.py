@@ -21,7 +21,7 @@ from mtpjax.safe_open import read_json_file
 
 FORMAT, VERSION = "mtpjax-profile", 4
 FILE_NAME = "profile.json"
-MAX_FILE_BYTES = 16 << 20  # maximum size of a profile or acceptance file, which are only kilobytes
+MAX_FILE_BYTES = 16 << 20  # maximum file size of a profile or of measured acceptance; both need only kilobytes
 MIN_RATE = 0.01  # floor of a level's acceptance rate; a measured rate may be 0
 log = logging.getLogger("mtpjax.decode")
 
@@ -102,7 +102,7 @@ def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
 def load_depth_settings(
     path, *, batch: int, num_steps: int, config: ModelConfig | None = None, drafter: Any = "mtp"
 ) -> dict[str, Any]:
-    """Reads the settings for adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
+    """Reads the settings for `DecodeConfig(depth_policy="adaptive", …, **settings)` from a profile.
 
     Logs a warning if the profile cannot be trusted, or was measured with a different device, JAX version or number of
     threads.
@@ -213,8 +213,8 @@ def read_acceptance(path) -> dict[str, list[float]]:
     """Reads `usable_acceptance` over all prompts from a file that `mtpjax eval acceptance --output` wrote.
 
     Raises:
-        ValueError: the file is not such a file, or it measured trees or a lossy rule. These accept more tokens than the
-            chains under an exact rule that adaptive depth uses.
+        ValueError: the file was not written by that command, or it measured trees or a lossy rule. Both accept more
+            tokens than chains under an exact rule, which adaptive depth uses.
     """
     # A file that lacks a value was written by something else.
     try:

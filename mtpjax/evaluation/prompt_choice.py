@@ -1,4 +1,4 @@
-"""The choice of prompts that a command measures on."""
+"""Chooses the prompts that a command measures on."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from mtpjax.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class PromptChoice:
-    """A choice of prompts.
+    """The settings that choose prompts.
 
     Attributes:
         path: a prompt file; None: not given.

@@ -23,7 +23,7 @@ class Device:
     """A GPU according to its data sheet, with assumptions about kernels on it.
 
     Attributes:
-        name: its name.
+        name: name of the GPU.
         memory: memory size in bytes.
         bandwidth: bytes per second.
         flops: dense bfloat16 operations per second.

@@ -1,4 +1,4 @@
-"""Tables of predicted rounds, for `mtpjax profile --predict`."""
+"""Makes tables of predicted rounds, for `mtpjax profile --predict`."""
 
 import dataclasses
 from collections.abc import Sequence

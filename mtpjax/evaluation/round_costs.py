@@ -49,7 +49,7 @@ class CostMeter:
             time_full_rounds: also time whole rounds as the decoding loop runs them. For chains, this includes a cycle
                 through all depths; for drafters other than MTP modules, it includes drafting alone.
             drafter: the draft method, as in `DecodeConfig`.
-            draft_params: its parameters, if it has its own.
+            draft_params: the drafter's parameters, if it has any.
         """
         self.batch, self._seconds_per_timing, self._arguments = conditions.batch, seconds, (params, draft_params)
         self._loops: dict[tuple[str, RoundShape], Callable[[], RoundLoop]] = {}
@@ -119,7 +119,8 @@ class CostMeter:
         for (kind, shape), times in self._seconds.items():
             medians[kind][shape] = float(np.median(plain) * np.median(np.array(times) / plain))
         rounds, change = medians["round"], 0.0
-        # The cost of a change of depth is the cycle's time minus that of its rounds, divided by the number of rounds.
+        # The cost of a change of depth is the cycle's time minus the time of its rounds, divided by the number of
+        # rounds.
         if medians["cycle"]:
             chains = [seconds for shape, seconds in rounds.items() if shape.topk == 1]
             change = max(medians["cycle"][PLAIN_STEP] - sum(chains), 0.0) / len(chains)
@@ -137,8 +138,8 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
 
     inputs = timed.inputs
 
-    # The parameters are arguments, as in decoding, because XLA would fold constants and store them in the program. On
-    # CUDA, the loop is one graph, also as in decoding.
+    # The parameters are arguments, as in decoding, because XLA would fold constant parameters and store them in the
+    # program. On CUDA, the loop is one graph, also as in decoding.
     @one_graph(donate_argnums=2)
     def loop(limit, arguments, inputs):
         prepared = timed.prepare(*arguments)

@@ -60,9 +60,9 @@ def passes_loop(
 ) -> RoundLoop:
     """Makes a loop over the passes of a round: drafting, verification, or both.
 
-    As in decoding, the drafter extends over the last round's tokens, then drafts, and a trunk pass verifies the nodes.
-    No acceptance rule runs. Every round starts at a different length, because XLA would move work that depends on a
-    constant length out of the loop.
+    As in decoding, the drafter extends over the last round's tokens and drafts, and then a trunk pass verifies the
+    nodes. No acceptance rule runs. Every round starts at a different length, because XLA would move work that depends
+    on a constant length out of the loop.
 
     Args:
         config: the drafter and the shape of the round.
@@ -166,7 +166,7 @@ def _running_rows(
 
 
 def _at_length(state: DecodeState, length: jax.Array) -> DecodeState:
-    """Sets the length of all rows to `length []`, as if the previous round had accepted no draft."""
+    """Sets all rows to the same `length`, `[]`, as if the previous round had accepted no draft."""
     length = jnp.full_like(state.length, length)
     draft_state = state.drafter
     if hasattr(draft_state, "hidden_start"):

@@ -69,7 +69,7 @@ class RoundCosts:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "RoundCosts":
-        """Restores costs from `to_json`.
+        """Restores costs that `to_json` returned.
 
         Args:
             stored: the JSON object.

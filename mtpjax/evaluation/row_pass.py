@@ -31,8 +31,7 @@ def run_on_rows(
     """
     embedding, count = params["embedding"], len(jax.tree.leaves(rows)[0])
     mesh = mesh_of(embedding) if isinstance(embedding, jax.Array) else None
-    # All batches have the same size and share one compiled program. All shards over `data` have the same number of
-    # rows.
+    # All batches have one size and share one compiled program. All shards over `data` have the same number of rows.
     size = data_size(mesh) * min(batch_size, -(-count // data_size(mesh)))
     parts = []
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():

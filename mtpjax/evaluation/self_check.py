@@ -22,7 +22,7 @@ from mtpjax.safe_open import read_json_file
 
 MAX_ROWS, MAX_COLUMNS = 4, 128  # maximum numbers of saved held-out rows and of tokens per row
 MAX_RECORD_BYTES = 1 << 20
-# Differences up to these count as rounding, because loading in bfloat16 changes the means by less.
+# Differences up to these values count as rounding, because loading in bfloat16 changes the means by less.
 TOLERANCE = {"agreement": 0.05, "overlap": 0.02}
 log = logging.getLogger("mtpjax.decode")
 

@@ -122,7 +122,7 @@ def compare_levels(
         model: the model.
         num_depths: draft levels, K.
         drafter: a separate drafter; None: MTP modules.
-        draft_params: its parameters.
+        draft_params: the drafter's parameters.
 
     Returns:
         The comparison, `[B, T, K]`, on the host.
@@ -140,8 +140,8 @@ def _compare_on_shards(
     params: dict, draft_params: dict, texts: PaddedTexts, *, model: MTPModel, num_depths: int, drafter: Any
 ) -> LevelComparison:
     def compare_shard(params: dict, draft_params: dict, texts: PaddedTexts) -> tuple[PaddedTexts, LevelComparison]:
-        # 1. Run the trunk and all levels. Recycled levels attend to the same keys as in decoding, which are those of
-        # the true prefix and then their own (`ttt`).
+        # 1. Run the trunk and all levels. Recycled levels attend to the same keys as in decoding, which are the true
+        # prefix's keys and then their own (`ttt`).
         params, (tokens, lengths, temperature) = {**params, **draft_params}, texts
         if drafter is None:
             output = forward(
@@ -183,7 +183,8 @@ def _compare_on_shards(
 
 def _sum_over_positions(comparison: LevelComparison, starts: np.ndarray, ends: np.ndarray) -> TeacherForcedSums:
     """Sums over each text's continuation, from token `starts [B]` to token `ends [B]`."""
-    # Position i counts from the last prompt token on, as long as the token that position i + k predicts is in the text.
+    # Position i counts if it is not before the last prompt token and the token that position i + k predicts is in the
+    # text.
     _, T, K = comparison.agrees.shape
     column, level = np.arange(T)[None, :, None], np.arange(1, K + 1)[None, None, :]
     is_counted = (column >= starts[:, None, None] - 1) & (column + level < ends[:, None, None])

@@ -1,4 +1,4 @@
-"""Computes log-probabilities of a text's tokens, and of the likeliest tokens there, in one teacher-forced pass."""
+"""Computes log-probabilities of a text's tokens and of the most likely tokens, in one teacher-forced pass."""
 
 import functools
 from collections.abc import Sequence

@@ -78,7 +78,7 @@ def speed_up_problem(
 
 
 def waiting_problem(waited: float) -> str | None:
-    """Returns why other times cannot be trusted ("disturbed: …"), or None. `waited` is as in `speed_up_problem`."""
+    """Returns why a timing cannot be trusted ("disturbed: …"), or None. `waited` is as in `speed_up_problem`."""
     return speed_up_problem(Estimate(1.0, 1.0, 1.0), None, waited=waited)
 
 
@@ -93,7 +93,7 @@ def is_impossible(problem: str | None) -> bool:
 
 
 def can_pass(problem: str | None) -> bool:
-    """Returns whether the measurement may succeed on an idle machine: it was disturbed or impossible, not uncertain."""
+    """Returns whether a repeat on an idle machine may fix the problem, which must be "disturbed" or "impossible"."""
     return bool(problem) and not str(problem).startswith("uncertain")
 
 

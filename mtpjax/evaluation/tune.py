@@ -34,7 +34,7 @@ def find_questions(
 
     Args:
         params: model parameters; shapes suffice.
-        config: decoding settings, which are traced with their draft levels and without drafts.
+        config: decoding settings, traced once with their draft levels and once without drafts.
         batches: batch sizes.
         context: number of slots in the KV caches.
         prefill_chunk: tokens per row in a prefill pass.

@@ -147,6 +147,6 @@ def _different_settings(runs: Sequence[RunRecord]) -> Iterator[tuple[str, ...]]:
 
 
 def short_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns the runs' names for tables and plots: the folder names, or the full paths if those are not unique."""
+    """Returns the names of runs in tables and plots, which are folder names or, if these are not unique, full paths."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]

@@ -65,7 +65,7 @@ class Corpus(NamedTuple):
         return self.summary["fingerprint"]
 
     def batches(self, batch_size: int, *, seed: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Yields batches of training rows endlessly, as a run of `mtpjax.train` uses them.
+        """Yields an endless sequence of training batches, in the order in which `mtpjax.train` uses them.
 
         The n-th batch depends only on the rows, `seed` and n. A resumed loop therefore sets `start` to the number of
         batches that it has already used.

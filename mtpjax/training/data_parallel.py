@@ -64,7 +64,7 @@ def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransf
 
 
 def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh, *, trains: str) -> Callable[..., Any]:
-    """Turns a gradient function for one device's rows into one for a batch that is sharded over the mesh.
+    """Turns a gradient function for one device's rows into a gradient function for a batch sharded over the mesh.
 
     The returned function takes the arguments of `compute_gradients`. It returns the loss and losses of the whole batch,
     and gradients that are sharded like their parameters.

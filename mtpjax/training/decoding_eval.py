@@ -40,8 +40,8 @@ log = logging.getLogger("mtpjax.train")
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    An evaluation during the run decodes one batch of prompts, unless decoding would take more than the fraction
-    `MAX_TIME_SHARE` of the run's time in total. The last evaluation decodes all prompts and measures a round's costs.
+    An evaluation during the run decodes one batch of prompts, unless the total decoding time would exceed the fraction
+    `MAX_TIME_SHARE` of the run's time. The last evaluation decodes all prompts and measures a round's costs.
 
     Args:
         corpus: the data of the run.
@@ -131,7 +131,7 @@ class PanelDecoder:
 
     def _decode(self, model: MTPModel, params: dict, chosen, batch_size: int):
         """Returns the metrics by category and kind, with the rounds `[P]` and accepted drafts `[P, K]` of each."""
-        # Every prompt appears once per temperature: greedy and sampled rows share the batches.
+        # Every prompt appears once per temperature, so greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
         temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))
         draft_params = None if self.drafter is None else DraftParams.of(params)

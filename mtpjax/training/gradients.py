@@ -41,7 +41,7 @@ class TrainSpec:
         attention_layout: "ttt" or "stream", as in `TrainConfig`.
         accumulation: number of microbatches that run one after the other. The gradients are the same up to rounding;
             the LK hybrid needs an additional forward pass.
-        mesh: the rows are sharded over its devices (`mtpjax.training.data_parallel`); None: one device.
+        mesh: device mesh over which the rows are sharded (`mtpjax.training.data_parallel`); None: one device.
         drafter: the drafter that trains instead of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
         num_anchors: maximum number of anchors per row, for a drafter that draws them.
         seed: random seed for the anchors, which depend only on this seed and on the step.

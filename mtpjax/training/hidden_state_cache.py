@@ -53,7 +53,7 @@ log = logging.getLogger("mtpjax.train")
 
 
 class HiddenStateCacheError(UsageError):
-    """A folder holds hidden states for a different trunk or different rows, or is not such a cache."""
+    """A folder holds hidden states for a different trunk or different rows, or is not a cache of hidden states."""
 
 
 class HiddenStateCache:
@@ -72,7 +72,7 @@ class HiddenStateCache:
     def take(self, row_indices: np.ndarray) -> np.ndarray:
         """Returns the states for `row_indices [B]`, laid out as in `trunk_states`.
 
-        The shape is `[B, T, (n + 1) * D]`: the states of the n layers, then the final ones.
+        The shape is `[B, T, (n + 1) * D]`, with the states of the n layers first and the final states last.
         """
         size = self.rows_per_block
         return np.stack(

@@ -21,7 +21,7 @@ from mtpjax.training.run_dir import METRICS_FILE, PROFILE_FOLDER
 class MetricsLog:
     """Writes the rows of a run, shows them and passes them to trackers. A context manager.
 
-    `history` holds every row of the run, including those from before a restart.
+    `history` holds every row of the run, including rows from before a restart.
 
     Args:
         folder: run folder; None: rows are neither written nor shown.
@@ -40,7 +40,7 @@ class MetricsLog:
         self.writer, self.show = None, None
         with contextlib.ExitStack() as stack:
             if self.path:
-                # Do not sync each row: a row lost in a power failure costs only one point of a curve.
+                # Do not sync each row, because a row lost in a power failure is only one point of a curve.
                 self.writer = stack.enter_context(JsonlWriter(self.path, sync=False))
                 # Steps after the state that the run continues from are trained and logged again.
                 is_kept = lambda row: not _has_step(row) or row["step"] <= self.step

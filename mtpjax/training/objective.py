@@ -21,8 +21,8 @@ class Objective:
     Args:
         mix: weight of each objective by name, as a dict or as pairs; stored as pairs. (): `TrainConfig` sets it to
             cross-entropy if `trains` is "all", and to KL if the draft losses do not reach the trunk.
-        start: mix at update 0, interpolated linearly to `mix` over the first `warmup` of the run. (): `mix` from the
-            beginning.
+        start: mix at update 0, interpolated linearly to `mix` over the first fraction `warmup` of the run. (): `mix`
+            from the beginning.
         warmup: fraction of the run over which `start` becomes `mix`, 0..1. Set together with `start`.
         lk_decay: eta of the LK hybrid (2602.23881).
         depth_weights: weights of the depths in a loss: "mean" (equal, DeepSeek-V3), or "decayed" (FastMTP,

@@ -1,4 +1,4 @@
-"""Computes loss terms at each position: cross-entropy, and the distance between draft and trunk distributions.
+"""Computes cross-entropy, and the distance between draft and trunk distributions, at each position.
 
 `plain_terms` is the reference, which reads all logits. `chunked_terms` reads hidden states and heads, processes the
 vocabulary in chunks in the forward and backward pass, and never stores `[B, T, V]`. It can also call a kernel.
@@ -22,7 +22,7 @@ class PositionTerms(NamedTuple):
     """Terms per position. Positions without a valid target hold arbitrary finite values.
 
     q is depth k's distribution at position i. p is the trunk's distribution for the same token, which the trunk
-    predicts at position i+k; it gets no gradient.
+    predicts at position i+k; p gets no gradient.
 
     Attributes:
         cross_entropy: `[1 + depths, B, T]` in nats, against the data; the trunk comes first.

@@ -56,7 +56,7 @@ class ProgressClock:
 
     def _progress(self) -> float:
         by_seconds = self.seconds / self.config.seconds
-        # On a slow or busy machine the updates, not the seconds, decide when the run ends.
+        # On a slow or busy machine, the updates, not the seconds, decide when the run ends.
         if self.config.min_steps:
             by_seconds = min(by_seconds, self.step / self.config.min_steps)
         return min(max(self.step / self.config.steps, by_seconds), 1.0)

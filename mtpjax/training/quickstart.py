@@ -25,7 +25,7 @@ from mtpjax.training.decoding_eval import is_looping, repeated_share
 from mtpjax.training.panel import print_panel
 from mtpjax.training.trainer import TrainResult, train
 
-# Prompt and continuation together are as long as a training row; CAPACITY is the cache bucket that holds them.
+# Prompt and continuation together are as long as a training row; CAPACITY is the cache capacity that fits them.
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
 # Beginnings of statements, one of which is the prompt in the command that the quickstart prints at the end.
 STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
@@ -243,7 +243,7 @@ def _measure_settings(
                 waited[setting].append(answer["waited"])
                 answers[setting] = answer["rows"]
                 negative |= {setting} if answer["is_negative"] else set()
-                # The process that is fastest at plain decoding measures the costs. It is known after round 1.
+                # The process that is fastest at plain decoding, known after the first round, measures the costs.
                 if number:
                     context = PROMPT_TOKENS + NEW_TOKENS // 2
                     worker = workers[plain.threads]
@@ -321,7 +321,7 @@ def _print_result(
     identical: bool,
     loops: bool = False,
 ) -> None:
-    # The first row is the plain baseline, with ratio 1; then one row per depth.
+    # The first row is the plain baseline, with ratio 1; one row per depth follows.
     def threads(setting: DecoderSetting) -> str:
         return "1" if setting.threads == 1 else "all"
 

@@ -181,8 +181,7 @@ class Run:
     def update_until_done(self) -> None:
         """Updates, evaluates and saves until the run reaches its limit of steps or seconds, or a callback stops it.
 
-        The batches depend only on the seed and the step, so a resumed run reads the same batches as an uninterrupted
-        one.
+        The batches depend only on the seed and the step, so a resumed run reads the same batches.
         """
         config, corpus, clock = self.config, self.corpus, self.clock
         stream = packing.mixed_batches(
@@ -348,7 +347,7 @@ class Run:
     def _evaluate_saved(self, params: dict, path: pathlib.Path, is_state_saved: bool) -> tuple[Panel, dict[str, Any]]:
         """Evaluates and plots the saved model. Returns the panel, and further metadata for the checkpoint.
 
-        The metadata hold the panel and, for MTP modules, the record that a loader uses to check their drafts
+        The metadata have the panel and, for MTP modules, the record with which a loader checks their drafts
         (`mtpjax.evaluation.self_check`). Everything trained is already saved, so a stop signal here ends the run at
         once.
         """

@@ -1,4 +1,4 @@
-"""`train`: runs the stages of a `Run` and returns what was trained."""
+"""Defines `train`, which runs the stages of a `Run` and returns what was trained."""
 
 import dataclasses
 import pathlib
@@ -57,8 +57,8 @@ def train(
 
     `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
     acceptance panel on held-out documents). The plots `panel.png` and `panel.svg` show both. `checkpoint/` holds the
-    model and its tokenizer; if a separate drafter is trained, `drafter/` holds it instead. Progress goes to stderr, as
-    a live bar on a terminal and as lines elsewhere.
+    model and its tokenizer; if a separate drafter is trained, `drafter/` holds the drafter instead. Progress is shown
+    on stderr, as a live bar on a terminal and as lines elsewhere.
 
     Args:
         config: the settings.

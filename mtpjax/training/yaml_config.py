@@ -45,8 +45,8 @@ def read_train_config(
         _check_pair(pair, known)
         _remove_parent(values, pair.partition("=")[0], known)
     values |= flags or {}
-    # Read the architecture separately, because it has its own types. The settings store the content of its file, not
-    # the file name, so that a run always resumes with its original architecture.
+    # Read the architecture separately, because its fields have their own types. The settings store the content of its
+    # file, not the file name, so that a run always resumes with its original architecture.
     others, fields, file = split_model_pairs(overrides)
     in_file = values.pop("model", None)
     model = read_model_setting(in_file if file is None else file, fields)
