@@ -197,4 +197,4 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     at_depth = [length.value for length in metrics["overall"]["predicted"]["accept_length_at_depth"]]
     if not np.isnan(at_depth[0]):
         values = ", ".join(f"{value:.2f}" for value in at_depth)
-        console.print(f"accept length of rounds of 1..{len(at_depth)} levels, predicted: {values}")
+        console.print(f"predicted accept length of rounds with 1..{len(at_depth)} levels: {values}")

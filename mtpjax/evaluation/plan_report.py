@@ -211,7 +211,7 @@ def _speed_table(result: Comparison):
             cells += [_milliseconds(each.drafted.seconds), f"{result.speedup(each):.2f}"]
         lines.append((*cells, f"{result.tokens_per_second(each):,.0f}"))
     title = "speed, estimated"
-    title += f", if a round gives {result.load.accept_length:.2f} tokens (assumed)" * bool(result.load.num_steps)
+    title += f", if a round yields {result.load.accept_length:.2f} tokens (assumed)" * bool(result.load.num_steps)
     return _mesh_table(result, title, (*headings, "tokens/s,\nall rows"), lines)
 
 
@@ -250,7 +250,7 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
 
     table = number_table(f"{device.name} x {count}: training, GB per GPU", ("mesh", "arguments", "left"))
     table.caption = "arguments: parameters and AdamW's moments, exact. Gradients and activations are not included: "
-    table.caption += "docs/results/meshes.md lists figures of compiled updates."
+    table.caption += "docs/results/meshes.md lists the memory of compiled updates."
     for row in rows:
         left = plan.USABLE_SHARE * device.memory - row["bytes"]
         cells = f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"

@@ -72,7 +72,7 @@ class RegenerationRequest:
         if self.chat and self.kind == "documents":
             raise ValueError("documents are not messages: chat needs records of prompts")
         if self.prompt_tokens is not None and self.output_kind == "chat":
-            raise ValueError("messages are kept whole: prompt_tokens applies to prompts and documents")
+            raise ValueError("messages are kept whole: prompt_tokens applies only to prompts and documents")
 
     @property
     def output_kind(self) -> str:

@@ -107,7 +107,7 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     foreign = [name for name in OWN_NAMES if (folder / name).exists()]
     if foreign and not is_ours and not overwrite:
         raise RunError(
-            f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not a run of mtpjax: choose a"
+            f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not an mtpjax run: choose a"
             " different output, or replace these files (overwrite)"
         )
     # Old states must not be resumed with new settings, and old settings must not remain without their states. So move
