@@ -114,7 +114,7 @@ def compare_meshes(
         ValueError: a number is out of range, or there is only one mesh and it does not divide the model.
     """
     candidates, excluded = [], []
-    # Each cache row has room for the longest text and for the slots that the last round writes after it, rounded up.
+    # A cache row holds the longest text and the slots that the last round writes after it. Round the sum up.
     slots = round_up_capacity(load.context + load.num_scratch_slots)
     shape = {"rows": load.rows, "slots": slots, "num_steps": load.num_steps, "prefill_chunk": load.prefill_chunk}
     for sizes in meshes:

@@ -166,7 +166,7 @@ def depth_settings(
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
     missing = [depth for depth in range(1, num_steps + 1) if depth not in rounds]
     if missing:
-        deepest = f"chains of 1..{max(rounds)} levels" if max(rounds) else "no chains"
+        deepest = f"costs for chains of 1..{max(rounds)} levels" if max(rounds) else "no costs for chains"
         raise ValueError(f"{origin} has {deepest}; depth {missing[0]} needs `mtpjax profile --num-steps {num_steps}`")
     plain = rounds[0]
     return {

@@ -1,4 +1,4 @@
-"""Trains trunks and drafters, with settings, losses, update steps, run folders and evaluation.
+"""Training of trunks and drafters, including settings, losses, update steps, run folders and evaluation.
 
 The names in `__all__` are for custom training loops, callbacks and objectives.
 """

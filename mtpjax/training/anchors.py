@@ -34,7 +34,7 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
 def to_rows(values: jax.Array, anchors: jax.Array, num_columns: int) -> jax.Array:
     """Scatters one value per anchor into rows of zeros: `[K, B, A]` to `[K, B, T]`."""
     batch = jnp.arange(len(anchors))[:, None]
-    rows = jnp.where(anchors > 0, anchors - 1, num_columns)  # 0 means no anchor; it is out of bounds, so dropped
+    rows = jnp.where(anchors > 0, anchors - 1, num_columns)  # 0 means no anchor; scatter drops indices out of bounds
     zeros = jnp.zeros((len(values), len(anchors), num_columns), values.dtype)
     return zeros.at[:, batch, rows].set(values, mode="drop")
 

@@ -244,7 +244,7 @@ class TrainConfig:
         )
         require(
             self.trunk_states is None or self.trains == "modules",
-            f"trunk_states need a frozen trunk: set trains to 'modules', not '{self.trains}'",
+            f"trunk_states needs a frozen trunk: set trains to 'modules', not '{self.trains}'",
         )
 
     @property

@@ -69,7 +69,7 @@ class PanelDecoder:
         max_positions = model.config.max_position_embeddings
         new_tokens = min(NEW_TOKENS, max_positions // 2)
         length = max(1, min(PROMPT_TOKENS, max_positions - new_tokens - num_depths))
-        # Columns of the head beyond the tokenizer's ids only pad it, and decoding must not choose them.
+        # Head columns beyond the tokenizer's ids are only padding, and decoding must not choose them.
         num_tokens = min(corpus.file_tokenizer.num_tokens, model.config.vocab_size) if corpus.file_tokenizer else 0
         self.model = MTPModel(
             dataclasses.replace(model.config, num_tokens=num_tokens), implementation=model.implementation

@@ -59,7 +59,7 @@ class MetricsLog:
 
     def record(self, row: dict[str, Any]) -> None:
         """Appends a row, a dict with at least `step`."""
-        # Convert through JSON, which turns tuples into lists and keys into strings, so a restart has the same history.
+        # Convert through JSON, where tuples become lists and keys strings, so that a restart reads the same rows.
         self.history.append(json.loads(json.dumps(row)))
         if self.writer:
             self.writer.append([row])

@@ -46,7 +46,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             # Match the RMS of Adam's updates, so that both parts can use one learning rate (2502.16982).
             consistent_rms=0.2,
         )
-    # Decoupled decay, added after Adam or Muon. The updates already point downhill, so the sign is negative.
+    # Add decoupled weight decay after Adam or Muon. The updates already point downhill, so the sign is negative.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)
     # Detached modules are clipped by their own norm, so that large draft gradients do not shrink the trunk's update.
     clip = optax.clip_by_global_norm(config.gradient_clip)
@@ -66,7 +66,7 @@ def _muon_axes(params: Any) -> Any:
     Muon orthogonalises matrices, so for arrays such as `qkv [D, K, G + 2, H]` it must know which axes form its two
     sides.
     """
-    # Axes count from the end, because layers and experts are stacked in front.
+    # Count axes from the end, because layers and experts are stacked in front.
     axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "qkv": ((-4,), (-3, -2, -1)),
         "gate_up": ((-3,), (-2, -1)),

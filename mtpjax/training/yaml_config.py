@@ -19,7 +19,7 @@ from mtpjax.training.config import TrainConfig
 
 MAX_YAML_BYTES = 1 << 20  # maximum size of a file, and of its text with aliases expanded
 REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
-# Settings that the command line sets with flags that all commands share, not with pairs.
+# Settings with a flag that all commands share. On the command line, the flag replaces the pair.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
 
 
