@@ -130,7 +130,7 @@ def plan_layout(
     fitted, params, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
     _, _, more_rows = call_shapes(config, {}, sizes, rows=rows + data, slots=slots, num_steps=num_steps)
     _, _, more_slots = call_shapes(config, {}, sizes, rows=rows, slots=slots + 128, num_steps=num_steps)
-    # 3. Count the bytes on one device. The differences between the states give the bytes per row and per slot.
+    # 3. Count the bytes on one device. The differences between the states are the bytes per row and per slot.
     weights, *states = (
         round(sum(nbytes for _, _, nbytes in bytes_of_shards(tree, fitted, sizes, is_state=tree is not params)))
         for tree in (params, state, more_rows, more_slots)

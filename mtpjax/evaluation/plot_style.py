@@ -29,7 +29,7 @@ UNTRUSTED: dict[str, Any] = {"marker": "$?$", "linestyle": "", "color": GREY, "m
 # Markers differ too, for printing in grey, and line styles change after every sixth series.
 MARKERS, LINES = "os^DvP", ("-", "--", ":", "-.")
 # matplotlib's settings for every plot. Type 42 embeds fonts in PDF files, as journals require. With a fixed salt, the
-# same plot gives the same SVG file.
+# same plot produces the same SVG file.
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -50,7 +50,7 @@ STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,
     "svg.hashsalt": "mtpjax",
 }
-# Leave the date out of the files, so that the same figure gives the same bytes.
+# Leave the date out of the files, so that the same figure produces the same bytes.
 _METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
