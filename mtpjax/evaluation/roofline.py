@@ -272,7 +272,7 @@ class Work:
 
 def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int) -> Iterator[Part]:
     """Yields one device's bytes and operations in a round; `context` is the number of tokens in each row's cache."""
-    # Each draft level runs one module. The first one processes the round's new tokens; every other one processes one token.
+    # Each draft level runs one module. The first level processes the round's new tokens, and the others one token each.
     elements, nbytes, nodes = work.elements, work.nbytes, num_steps + 1
     tokens = work.rows * nodes
     # 1. The trunk verifies all nodes in one pass.
