@@ -49,13 +49,13 @@ def count_tokens(
     *,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> CorpusCounts:
-    """Counts the tokens in files; in record files, the tokens of the records' texts and conversations."""
+    """Counts the tokens in text files, and in the texts and conversations of record files."""
     counts = np.zeros(vocab_size, np.int64)
     skipped = []
     for file in files:
         bytes_counted, file_counts = 0, np.zeros_like(counts)
         try:
-            # Count into a separate array first: a file that turns out not to be text adds nothing.
+            # Count into a separate array first, so that a file that turns out not to be text adds nothing.
             for piece in _text_pieces(file):
                 file_counts += np.bincount(np.asarray(tokenizer.encode(piece), np.int64), minlength=vocab_size)
                 size = len(piece.encode())
@@ -90,7 +90,7 @@ def choose_vocabulary(counts: np.ndarray, size: int, *, required_ids: Iterable[i
             f"size {size} is outside {max(len(required_ids), 1)}..{len(counts)}: {len(required_ids)} special tokens are"
             f" always kept, and the model has {len(counts)} tokens"
         )
-    # Kept tokens sort first; the stable sort prefers lower ids among equal counts.
+    # Sort required tokens first. A stable sort puts lower ids first among equal counts.
     frequency = counts.astype(np.int64)
     frequency[required_ids] = np.iinfo(np.int64).max
     order = np.argsort(-frequency, kind="stable")
@@ -112,7 +112,7 @@ def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str
     """Writes a vocabulary file atomically.
 
     Args:
-        counts: `[V]` occurrences, for the coverage.
+        counts: `[V]` occurrences, from which the coverage is computed.
     """
     content = {
         "format": FORMAT,

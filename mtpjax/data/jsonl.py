@@ -14,7 +14,7 @@ from mtpjax.safe_open import open_regular, parse_json
 class SkippedRecordError(ValueError):
     """A record that cannot be used. Data set readers skip and count it; prompt readers raise an error.
 
-    The message continues a sentence that starts with the record's location, such as "is not UTF-8 text".
+    The message, such as "is not UTF-8 text", continues a sentence that starts with the record's location.
 
     Attributes:
         reason: the category under which the record is counted.

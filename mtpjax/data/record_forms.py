@@ -48,8 +48,8 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
     A text in `system` becomes the first message, unless the conversation already starts with a system message.
 
     Returns:
-        OpenAI messages without null fields. Messages that are left out of training, by `weight` 0 or `train` false,
-        have `weight` 0.
+        OpenAI messages without null fields. Messages that `weight` 0 or `train` false excludes from training have
+        `weight` 0.
 
     Raises:
         SkippedRecordError: a field is missing or wrong; the message names it. The reason is "corrupt".
@@ -83,9 +83,9 @@ def _from_openai(message: Any, place: str) -> dict[str, Any]:
 
 
 def _read_weight(message: dict[str, Any], place: str) -> dict[str, int]:
-    """Returns `weight` 0 for a message that is left out of training, by OpenAI's `weight` or Axolotl's `train`."""
+    """Returns `weight` 0 for a message that OpenAI's `weight` or Axolotl's `train` excludes from training."""
     weight, train = message.get("weight", 1), message.get("train", True)
-    # Reject other types: with the text "0", for example, a message that its author excluded would be trained on.
+    # Reject other types. Otherwise, a message that its author excluded with the text "0" would be trained on.
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise SkippedRecordError("corrupt", f"{place}: 'weight' is {printable(repr(weight), 60)}, not 0 or 1")
     if not isinstance(train, bool):
@@ -119,8 +119,8 @@ def _parse_calls(text: str) -> list[dict[str, Any]]:
 
 
 def _from_alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Builds the conversation: system, earlier turns, instruction and input, output."""
-    # `instruction` and `output` are required; a missing or null `input`, `system` or `history` is an empty one.
+    """Builds a conversation from the system text, the earlier turns, the instruction with its input, and the output."""
+    # `instruction` and `output` are required; a missing or null `input`, `system` or `history` counts as empty.
     texts = {name: record.get(name) or "" for name in ("input", "system")}
     texts |= {name: record.get(name) for name in ("instruction", "output")}
     for name, text in texts.items():

@@ -21,8 +21,8 @@ log = logging.getLogger("mtpjax.tokenizer")
 def rust_errors(problem: str):
     """Converts errors of the tokenizers package to `TokenizerError`.
 
-    The package raises Exception itself. If its Rust code panics, such as at a limit of its regular expressions, it
-    raises a BaseException, which would end the process.
+    The package raises plain `Exception`. If its Rust code panics, as when a regular expression exceeds a limit, the
+    package raises a `BaseException`, which would end the process.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def check_expansion(content: bytes, path: pathlib.Path) -> None:
 def find_end_tokens(
     folder: pathlib.Path, tokenizer: Any, eos_token: str | None, *, generation: dict, config: dict, vocab_size: int
 ) -> tuple[int, ...]:
-    """Finds the tokens that end a text. It combines all files, since a model may write any of these tokens.
+    """Finds the tokens that end a text. Combines all files, because a model may generate any of these tokens.
 
     Warns of likely mistakes: a name that is not a token, and an ordinary token in a file after the first.
 
