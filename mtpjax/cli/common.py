@@ -47,8 +47,8 @@ def add_decoding_model_flags(parser) -> None:
         default="auto",
         metavar="NAME",
         help="implementation of the ops: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels, emulated "
-        "slowly on any device), or auto: on a GPU, the faster one for each op as measured by `mtpjax tune`; without "
-        "measurements, kernels for experts, fp8 weights, prefill attention and paged attention with many rows",
+        "slowly on any device), or auto (on a GPU, the faster one for each op as measured by `mtpjax tune`, or without "
+        "measurements, kernels for experts, fp8 weights, prefill attention and paged attention with many rows)",
     )
 
 
@@ -85,7 +85,7 @@ def add_plot_formats_flag(parser) -> None:
 
 
 def check_output(options) -> None:
-    """Raises ValueError if the `--output` file cannot be written. Call it before the work that makes the result."""
+    """Raises ValueError if the `--output` file cannot be written. Call it before the work that produces the output."""
     if options.output is not None:
         check_output_file(options.output)
 
@@ -101,7 +101,7 @@ def set_threads(model_path: str, threads: int = 0) -> None:
 
     Args:
         model_path: the checkpoint; models below 16 MiB decode fastest on one thread.
-        threads: the number of threads; 0 chooses it by the size of the model. A negative number raises ValueError.
+        threads: the number of threads, or 0 to choose it by the size of the model. A negative number raises ValueError.
     """
     from mtpjax.host import choose_num_threads, limit_threads
     from mtpjax.io.checkpoint_format import checkpoint_bytes
@@ -115,11 +115,11 @@ def set_threads(model_path: str, threads: int = 0) -> None:
 
 @contextlib.contextmanager
 def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callable[[int], None]]:
-    """Shows how many bytes a command has read: a bar on a terminal, and one closing line on stderr.
+    """Shows how many bytes a command has read, with a progress bar on a terminal and one final line on stderr.
 
     Args:
         source: the file or folder to read; its size is the bar's total.
-        target: the output, which the closing line names.
+        target: the output, which the final line mentions.
 
     Yields:
         A function that takes the number of bytes read since the last call.
@@ -129,7 +129,7 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
     from mtpjax.console import progress_bar
 
     place = pathlib.Path(source)
-    # `rglob` of a file yields nothing, so this holds for a file and for a folder.
+    # `rglob` yields nothing for a file, so this works for both files and folders.
     total = sum(file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     done, start = 0, time.perf_counter()
@@ -142,7 +142,7 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
             bar.update(task, completed=done)
 
         yield advance
-    # The bar disappears at the end; this line stays, also in logs.
+    # The bar disappears at the end, but this line remains, and it also appears in logs.
     seconds = time.perf_counter() - start
     speed = f"{done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s"
     print(f"{printable(target)}: {speed}", file=sys.stderr)

@@ -13,8 +13,8 @@ def add_expert_flags(parser) -> None:
         "--ep-num-redundant-experts",
         type=int,
         default=0,
-        help="additional expert copies per layer, to balance the load between devices: the experts with the highest "
-        "counts in --init-expert-location are copied",
+        help="number of additional expert copies per layer, which balance the load between devices; the experts with "
+        "the highest counts in --init-expert-location are copied",
     )
     group.add_argument(
         "--init-expert-location",
@@ -42,12 +42,12 @@ def check_expert_devices(options, mesh) -> None:
 
 
 def place_experts_by_flags(params: dict, options, mesh) -> dict:
-    """Places the experts according to the flags; without such flags, returns the same parameters.
+    """Places the experts according to the flags. Without such flags, returns the same parameters.
 
     Args:
         params: parameters with unrolled layers.
         options: the parsed flags.
-        mesh: the server's mesh; None: the server uses one device.
+        mesh: the server's mesh, or None if the server uses one device.
 
     Raises:
         UsageError: the file of counts does not have SGLang's format.

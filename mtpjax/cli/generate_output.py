@@ -1,4 +1,4 @@
-"""The output of `mtpjax generate`: texts, log-probabilities, counts, and the comparison with plain decoding."""
+"""Prints the output of `mtpjax generate`: texts, log-probabilities, counts, and the comparison with plain decoding."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
-MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
+MIN_LOGPROB = -9999.0  # JSON has no infinity, so this is vLLM's value
 
 
 class Output:
@@ -70,7 +70,7 @@ class Output:
 
 
 def _print_text(prompt: str, spans: Sequence) -> None:
-    """Prints a prompt and its continuation. A terminal shows accepted drafts in a color per level."""
+    """Prints a prompt and its continuation. A terminal shows accepted drafts in one color per level."""
     import rich.console
     import rich.text
 
@@ -138,7 +138,7 @@ def compare_with_plain(
         is_equal = [same or text == other for same, text, other in zip(is_equal, texts, wide, strict=True)]
         how = ", in passes of the same width: narrower ones round differently" if all(is_equal) else ""
     lines = [f"identical to plain decoding: {'yes' if all(is_equal) else 'NO'}{how}"]
-    # For each prompt that differs, show where, and how close the two tokens' logits are: a near tie is rounding.
+    # For each text that differs, show where, and how close the two tokens' logits are. A near tie indicates rounding.
     for number, divergence in enumerate(first_divergences(params, prompts, texts, plain, model=model), start=1):
         if divergence is not None:
             gap = f"the trunk's logits for the two tokens are {divergence.gap:.2g} apart"

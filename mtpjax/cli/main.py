@@ -128,7 +128,7 @@ def _exit_code(kind: type[Exception]) -> int:
 
 
 def _prepare_process(command: str, *, is_own: bool) -> None:
-    """Sets up the process for a command; with `is_own`, the process runs only this command."""
+    """Sets up the process for a command. With `is_own`, the process runs only this command."""
     # `keep_freed_memory` may restart the process.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
@@ -154,7 +154,7 @@ def _parse(arguments: list[str]):
             sys.stdout.write(printed.getvalue())
             sys.stdout.flush()
         except OSError as error:
-            # The interpreter would flush again at exit, and fail again.
+            # Otherwise, the interpreter would flush stdout again at exit, and fail again.
             sys.stdout = None
             print(f"mtpjax: the output cannot be written: {error}", file=sys.stderr)
             raise SystemExit(2) from None
@@ -163,7 +163,7 @@ def _parse(arguments: list[str]):
 
 def make_parser() -> CommandParser:
     """Makes the `mtpjax` parser with all subcommands."""
-    # This runs without JAX, so `--help` answers at once.
+    # This runs without JAX, so that `--help` answers at once.
     parser = CommandParser(
         prog="mtpjax",
         description="Multi-token prediction in JAX: training, speculative decoding, conversion and serving. "

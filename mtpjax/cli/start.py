@@ -1,4 +1,4 @@
-"""The entry point of the `mtpjax` command: Ctrl-C ends it with one line, even while it is still importing."""
+"""The entry point of the `mtpjax` command, which Ctrl-C ends with a one-line message, even during its imports."""
 
 import sys
 
