@@ -44,7 +44,7 @@ def streams_equal(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> b
             if not left[side].size:
                 block = next(stream, None)
                 left[side] = np.empty(0) if block is None else block.reshape(-1)
-        # Compare as many elements as both sides have. The streams are equal if both end at the same element.
+        # Compare as many elements as both sides have. The streams are equal if both end at the same time.
         count = min(left[0].size, left[1].size)
         if not count:
             return not max(left[0].size, left[1].size)

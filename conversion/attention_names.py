@@ -85,8 +85,8 @@ def _by_heads(name: str, heads: int, width: int, inputs: int) -> ParamSpec:
 def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:
     """Maps multi-head latent attention (DeepSeek-V2), and the indexer (DeepSeek-V3.2) if the layer has one.
 
-    `kv_b_proj` contains the up-projections of keys and values for one head after the other. They become `key_up
-    [N, C, R]` and `value_up [N, R, V]`, so that decoding can absorb them into queries and outputs.
+    `kv_b_proj` contains the up-projections of keys and values, head by head. They become `key_up [N, C, R]` and
+    `value_up [N, R, V]`, so that decoding can absorb them into queries and outputs.
     """
     prefix = f"{prefix}self_attn."
     D, N, R = config.hidden_size, config.num_attention_heads, config.kv_lora_rank

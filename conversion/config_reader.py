@@ -63,7 +63,7 @@ class ConfigReader:
         return value
 
     def items(self, key: str, kind: type | tuple[type, ...]) -> tuple:
-        """Returns a list whose items have one of the given types, as a tuple. It is empty if the key is missing."""
+        """Returns a list whose items have one of the given types, as a tuple, or () if the key is missing."""
         value, key = self._value(key, [])
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
             names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))

@@ -11,7 +11,7 @@ from mtpjax.errors import ConfigError
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.rope_scaling import RopeScaling
 
-# Families to try, from the simplest on, for models that were not converted from a checkpoint.
+# Families to try, simplest first, for models that were not converted from a checkpoint.
 ORDER = (
     *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
@@ -21,7 +21,7 @@ ORDER = (
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 # These families list each layer's feed-forward type instead of the number of dense layers.
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
-# Fields that the files or the tokenizer determine, and not `config.json`.
+# Fields that are determined by the files or the tokenizer, not by `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
 # MTP module conventions, which are written if a model's conventions differ from its family's.
 MTP_CONVENTIONS = (

@@ -86,7 +86,7 @@ class TensorAssembler:
 
 
 def _index(piece: TensorSlice, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:
-    """Returns the slice's target with slices in place of integers, and an index that then drops the integers' axes."""
+    """Returns the slice's target with slices instead of integers, and an index that drops the axes of the integers."""
     index = tuple(
         slice(*place.indices(size)[:2]) if isinstance(place, slice) else slice(place, place + 1)
         for place, size in zip(piece.target, shape, strict=True)

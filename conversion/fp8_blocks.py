@@ -62,7 +62,7 @@ def quantized_blocks(
 
 
 def _quantize(values: np.ndarray, rows: int, columns: int, scale_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes rows as DeepSeek-V3 does, with scale = a block's largest magnitude / 448, or 1 for a block of zeros."""
+    """Quantizes rows as in DeepSeek-V3. A block's scale is its largest magnitude / 448, or 1 for a block of zeros."""
     height, width = values.shape
     # Pad to whole blocks with zeros, which do not change the largest magnitude.
     grid = -(-height // rows), -(-width // columns)

@@ -132,7 +132,7 @@ class GGUFFiles(CheckpointFiles):
             ) from error
 
     def _describe(self, header: GGUFHeader) -> dict[str, Any]:
-        """Makes the JSON files that a directory would have from the metadata of the header."""
+        """Converts the metadata to the JSON files that a directory would have."""
         factors = header.tensors.get(ROPE_FACTORS)
         files = tokenizer_files(header.metadata)
         ends = files["generation_config.json"] if files else {}

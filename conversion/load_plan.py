@@ -1,4 +1,4 @@
-"""Plans how to load a checkpoint directory, by deriving each parameter's tensors from the configuration and headers.
+"""Plans how to load a checkpoint directory by deriving each parameter's tensors from the configuration and headers.
 
 `inspect_files` lists all problems; `make_plan` raises the first one.
 """
@@ -41,7 +41,7 @@ OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """Describes how to load a checkpoint directory, by the model's configuration and the source of each parameter."""
+    """A plan for loading a checkpoint directory, with the model's configuration and the source of each parameter."""
 
     model_type: str
     config: ModelConfig
@@ -193,7 +193,7 @@ def _parse_config(values: Any, model_type: str | None, packed: str | None) -> hf
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
-    """Returns the unsupported format in which the weights are packed with advice, or None if they are not packed."""
+    """Returns a message about the unsupported format of packed weights and what to do, or None for other weights."""
     tensors = {name: tensor for name, tensor in files.tensors.items() if not name.startswith(OTHER_PARTS)}
     found = find_packed_format(tensors, values, read_descriptions(files), SUPPORTED)
     return found and f"{files.path}: {found}"

@@ -86,7 +86,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
         else:
             # From here on, tensors have the names that they have in a full checkpoint.
             names[original_name(name, config, plan.layout)] = name
-    # The tensors of an export do not show whether copies equalled the trunk's tensors, but mtpjax's exports state it.
+    # The tensors do not show whether copies equalled the trunk's tensors, so the configuration of an export does.
     own_embedding = values.get("mtp_use_dedicated_embeddings") is True
     own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
     originals = {"embedding": plan.layout.embedding, "head": plan.layout.head}
@@ -146,7 +146,7 @@ def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> 
         is_centred: whether the modules store `w`, which is applied as `1 + w`.
 
     Raises:
-        CheckpointFileError: only one of modules and base stores `w`, and the other stores `1 + w`.
+        CheckpointFileError: the modules store `w` and the base stores `1 + w`, or the other way round.
     """
     kinds = {True: "w (applied as 1 + w)", False: "1 + w"}
     expected = base.of_modules.zero_centred_norm

@@ -19,7 +19,7 @@ from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-CENTRED, SHIFTED = 0.4, 0.6  # weights whose mean is below the first are w, and above the second 1 + w
+CENTRED, SHIFTED = 0.4, 0.6  # a mean weight below the first means w, above the second 1 + w
 
 
 def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: CheckpointFiles) -> ModelConfig:
@@ -79,7 +79,7 @@ def _norm_means(specs: dict[str, ParamSpec], files: CheckpointFiles) -> dict[str
 
 
 def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
-    """Returns whether norms are stored as `w`, which the median of their means shows.
+    """Determines from the median of the norms' means whether they are stored as `w`.
 
     Args:
         default: the result if there are no norms or, with a warning, if the means fit neither convention.

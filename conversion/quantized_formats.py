@@ -95,7 +95,7 @@ FORMATS = (
 
 
 def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str, Any], supported: str) -> str | None:
-    """Returns a message with a packed checkpoint's format, a tensor that shows it and advice, or None if not packed."""
+    """Returns a message about a packed checkpoint's format and what to do, or None if the weights are not packed."""
     # Every packed format has integer tensors, fp8 tensors that are not plain weights, or specific names.
     odd = [name for name in tensors if tensors[name].dtype.kind in "iu" or name.endswith(OWN_NAMES)]
     odd += [name for name in tensors if tensors[name].dtype in FP8 and not name.endswith((".weight", "_proj"))]

@@ -59,7 +59,7 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
         CheckpointFileError: the header is damaged, or describes tensors that overlap, leave gaps, or have an
             unsupported dtype.
     """
-    # The header is JSON, a dict of tensors by name with optional metadata.
+    # The header is a JSON object that contains tensors by name and optional metadata.
     header = parse_json(content[8:], path)
     if not isinstance(header, dict) or len(header) > MAX_TENSORS:
         raise CheckpointFileError(f"{path} has no safetensors header")

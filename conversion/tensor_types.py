@@ -76,7 +76,7 @@ def _find_problem(name: str, tensor: TensorInfo, scales: ScaleMap, is_cast: bool
 def find_scales(
     tensors: Mapping[str, TensorInfo], wanted: dict[str, tuple[int, ...]], block: tuple[int, int] | None, said: str
 ) -> tuple[dict[str, str], list[str]]:
-    """Finds the scales of every fp8 tensor, `weight_scale_inv` or, in some checkpoints, `weight_scale`.
+    """Finds the scales of every fp8 tensor, which are `weight_scale_inv` or, in some checkpoints, `weight_scale`.
 
     Args:
         block: rows and columns that share a scale, or None if the configuration does not describe fp8.

@@ -46,7 +46,7 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
     if len(found) == 1 and not _SHARD.fullmatch(found[0]):
         log.warning("%s has no %s: %s is read", folder, SINGLE, found[0])
         return found, None
-    # Explain why nothing can be read, because an index is missing or the weights have a different format.
+    # Explain why nothing can be read. Either an index is missing, or the weights have a different format.
     if found:
         raise CheckpointFileError(
             f"{folder} has {len(found)} safetensors shards but no {INDEX}: {', '.join(found[:5])}"
@@ -82,8 +82,8 @@ def _indexed_files(folder: pathlib.Path, index: Any) -> list[str]:
 def _choose_single(folder: pathlib.Path, shards: list[str], missing: list[str]) -> list[str]:
     """Decides between `model.safetensors` and an index that does not list this file.
 
-    One of the two is left over from a different checkpoint. Programs differ in which of the two they read. transformers
-    reads the single file, and vLLM reads the index.
+    One of the two is left over from a different checkpoint. Programs differ in which of the two they read. For example,
+    transformers reads the single file, and vLLM reads the index.
     """
     if len(missing) == len(shards):
         log.warning(

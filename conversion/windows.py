@@ -1,4 +1,4 @@
-"""Parses the `config.json` keys for sliding-window attention, which are different in each family."""
+"""Parses the `config.json` keys for sliding-window attention, which differ between families."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     """
     sizes = fields["num_hidden_layers"], fields["num_mtp_modules"]
     types, of_modules = reader.per_layer("layer_types", str, *sizes)
-    # MiMo-V2 marks layers that have a window with 1.
+    # In MiMo-V2, 1 marks a layer with a window.
     pattern, mark_of_modules = reader.per_layer("hybrid_layer_pattern", int, *sizes)
     if pattern and not types:
         names = {None: None, 0: "full_attention"}

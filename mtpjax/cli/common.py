@@ -47,7 +47,7 @@ def add_decoding_model_flags(parser) -> None:
         default="auto",
         metavar="NAME",
         help="implementation of the ops: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels, emulated "
-        "slowly on any device), or auto (on a GPU, the faster one for each op as measured by `mtpjax tune`, or without "
+        "slowly on any device), or auto (on a GPU, the faster one for each op as measured by `mtpjax tune`; without "
         "measurements, kernels for experts, fp8 weights, prefill attention and paged attention with many rows)",
     )
 

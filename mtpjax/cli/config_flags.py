@@ -113,7 +113,7 @@ def _flag_of(text: str, name: str) -> str:
 
 
 def flag_names(name: str) -> list[str]:
-    """Returns the flags of a setting, which are its own name and SGLang's, if there is one.
+    """Returns the flags of a setting, which are its own flag and SGLang's, if any.
 
     A parser stores the value under the name of the first flag, such as "num_steps" for `--num-steps`.
     """

@@ -26,7 +26,7 @@ def add_commands(commands) -> None:
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
     convert = command_parser(
         "Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint to a Hugging "
-        "Face directory. A round trip preserves the bytes of all unchanged tensors. --model-type also selects the "
+        "Face directory. A round trip keeps everything unchanged byte for byte. --model-type also selects the "
         "family in which a trained model is written."
     )
     group = convert.flag_group("model")

@@ -10,7 +10,7 @@ from typing import Any
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
-MIN_LOGPROB = -9999.0  # JSON has no infinity, so this is vLLM's value
+MIN_LOGPROB = -9999.0  # vLLM's value, because JSON has no infinity
 
 
 class Output:

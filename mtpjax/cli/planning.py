@@ -57,7 +57,7 @@ def add_commands(commands) -> None:
         nargs="?",
         const="all",
         choices=("all", "modules"),
-        help="plan the memory for parameters and optimizer in training instead, with all parameters trained (default) "
+        help="plan the memory for training instead (parameters and optimizer), with all parameters trained (default) "
         "or only the MTP modules on a frozen trunk",
     )
     group = plan.flag_group("output")

@@ -87,7 +87,7 @@ def run_serve(options) -> int:
     check_used(options)
     check_no_drafts(options)
     engine_settings(options)
-    # Set the number of threads and the compilation cache before anything imports JAX, which a user's rule may do.
+    # Set the number of threads and the compilation cache first, because a user's rule may import JAX.
     set_threads(options.model_path)
     check_lossy(options.acceptance, options)
     chosen_method(options)

@@ -1,4 +1,4 @@
-"""Connects the processes of `mtpjax serve`, after checking their flags and that the processes belong together."""
+"""Checks the flags of a multi-process `mtpjax serve` and whether its processes match, and then connects them."""
 
 import contextlib
 import hashlib

@@ -84,7 +84,7 @@ def _read_json(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
     try:
         values = parse_json(content)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; name a file with one object per line .jsonl") from error
+        raise ValueError(f"{path} is not JSON: {error}; if it has one object per line, rename it to .jsonl") from error
     for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
         yield f"{path} item {number}", json.dumps(value).encode()
 

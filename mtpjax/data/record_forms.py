@@ -62,7 +62,7 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
     # Arrow fills missing fields with nulls, so null means that the field is missing.
     messages = drop_nulls(record.get(field))
     if not isinstance(messages, list) or not messages:
-        raise SkippedRecordError("corrupt", f"has no '{field}', a list of objects with a role each")
+        raise SkippedRecordError("corrupt", f"has no '{field}', which must be a list of objects that have a role")
     # The first object shows the format: ShareGPT's objects have `from`, OpenAI's have `role`.
     is_sharegpt = isinstance(messages[0], dict) and "from" in messages[0] and "role" not in messages[0]
     convert = _from_sharegpt if is_sharegpt else _from_openai
@@ -74,7 +74,7 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
 
 def _from_openai(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise SkippedRecordError("corrupt", f"has no list of objects with a role each: {place} has no 'role'")
+        raise SkippedRecordError("corrupt", f"has no list of objects that have a role: {place} has no 'role'")
     # Null with tool calls, and lists of parts, are also valid in OpenAI's format; the chat template handles them.
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):

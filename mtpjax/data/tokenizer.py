@@ -80,7 +80,8 @@ def _encode_utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"text holds a lone surrogate at character {error.start}: it has no UTF-8 encoding") from error
+        problem = f"text contains a lone surrogate at character {error.start}, which has no UTF-8 encoding"
+        raise ValueError(problem) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ class ByteTokenizer:
         encoded = _encode_utf8(text)
         position = text.find("\0")
         if position >= 0:
-            raise ValueError(f"text holds NUL at character {position}: byte 0 is the end token")
+            raise ValueError(f"text contains NUL at character {position}, but byte 0 is the end token")
         return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
