@@ -1,4 +1,4 @@
-"""Tensor names of attention layers, one function per kind of attention.
+"""Maps the tensor names of attention layers, with one function per kind of attention.
 
 Axes in comments and names: D model width, N query heads, K key/value heads, G query heads per key/value head, H head
 width.
@@ -173,7 +173,7 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
     }
 
 
-# By `LayerKind.attention`, as in `mtpjax.models.attention_kinds`. Each function takes the config, the layer's kind, the
+# The keys are `LayerKind.attention`, as in `mtpjax.models.attention_kinds`. The arguments are the config, the kind, the
 # prefix of the layer's tensor names (such as "model.layers.0.") and the family's layout.
 ATTENTION_NAMES: dict[str, Callable[[ModelConfig, LayerKind, str, Layout], Specs]] = {
     "grouped": grouped_names,

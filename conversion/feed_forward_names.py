@@ -1,4 +1,4 @@
-"""Tensor names of feed-forward layers, both dense layers and mixtures of experts.
+"""Maps the tensor names of feed-forward layers, both dense layers and mixtures of experts.
 
 Axes in comments and names: D model width, F inner width of a feed-forward layer, E experts.
 """
@@ -68,7 +68,7 @@ def _routed_experts(
 
 
 def _stacked(name: str, shape: tuple[int, int, int], target=(ALL, ALL), **how) -> list[TensorSlice]:
-    """Lists the slices of a tensor `[E, ...]`, one per expert; `how` contains `split` and `axes` for `tensor_slice`."""
+    """Lists the slices of a tensor `[E, ...]`, one per expert. `how` contains `tensor_slice`'s `split` and `axes`."""
     experts = range(shape[0])
     return [tensor_slice(name, shape, (e, *target), rows=(e, e + 1), select=(0,), **how) for e in experts]
 

@@ -44,7 +44,7 @@ class NamedTensor:
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[str, ...]  # names in the file: one name, or two if `kv_b_proj` is split (keys, values)
+    sources: tuple[str, ...]  # one name in the file, or two if `kv_b_proj` is split (keys, values)
     head_dim: int = 0  # the head size if the file interleaves the rows of rotary pairs; 0 if rows are in order
     expert: int = 0  # the index in a stack of experts
 

@@ -24,8 +24,8 @@ class ParsedConfig:
     model_type: str
     model: ModelConfig
     layout: Layout
-    block: tuple[int, int] | None  # rows and columns that share an fp8 scale; None without fp8
-    names_modules: bool  # whether the file gives the number of MTP modules
+    block: tuple[int, int] | None  # rows and columns that share an fp8 scale, or None without fp8
+    names_modules: bool  # whether the file contains the number of MTP modules
     unknown: tuple[str, ...]  # keys that are neither read nor listed in `IGNORED_KEYS`
     notes: tuple[str, ...] = ()  # settings that mtpjax handles differently from other programs, one sentence each
 
@@ -202,7 +202,7 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
             if kind not in full:
                 raise ConfigError(f"config.json: layer_types with {kind!r} is not supported in this family")
         return {}
-    # Qwen lists the layer types, or gives the interval of full-attention layers.
+    # Qwen's files list the layer types or contain the interval of full-attention layers.
     interval = reader.integer("full_attention_interval", 4)
     types = types or tuple(
         "linear_attention" if layer % interval else "full_attention" for layer in range(1, count + 1)
@@ -275,7 +275,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mtp(reader: ConfigReader) -> tuple[int, bool]:
-    """Returns the number of MTP modules, and whether the file gives it (DeepSeek and GLM, Qwen, MiMo)."""
+    """Returns the number of MTP modules, and whether the file contains it (DeepSeek and GLM, Qwen, MiMo)."""
     for key in MODULE_KEYS:
         if reader.get(key) is not None:
             return reader.integer(key, low=0), True

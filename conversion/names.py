@@ -123,7 +123,7 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
 
 
 def _around(prefix: str, *names: str) -> dict[str, str]:
-    """Returns the names of the tensors around a module's layer by role; the last roles may be missing."""
+    """Returns the names of the tensors around a module's layer by role. The last roles may be missing."""
     return {what: f"{prefix}{name}.weight" for what, name in zip(AROUND_LAYER, names, strict=False)}
 
 

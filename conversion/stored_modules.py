@@ -111,7 +111,7 @@ def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -
 
 
 def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Ties copies of embedding and head in MTP modules if they equal the trunk's; otherwise loads them separately.
+    """Ties copies of embedding and head in MTP modules if they equal the trunk's, and loads other ones separately.
 
     Returns:
         The configuration with `mtp_own_embedding` and `mtp_own_head` set.

@@ -71,7 +71,7 @@ def _window(reader: ConfigReader) -> int:
 
 
 def _sinks(reader: ConfigReader) -> str:
-    """Reads which layers have learned attention sinks; by default, layers with a sliding window."""
+    """Reads which layers have learned attention sinks. By default, layers with a sliding window have them."""
     in_full = reader.flag("add_full_attention_sink_bias", False)
     in_sliding = reader.flag("add_swa_attention_sink_bias", True)
     if in_full and not in_sliding:

@@ -57,7 +57,7 @@ def add_chat_flag(group) -> None:
 
 
 def add_data_flags(parser, help: str):
-    """Adds `--data`, with this help text, and `--pattern`; returns their group. `list_data` reads both."""
+    """Adds `--data` with this help text and `--pattern`, which `list_data` reads. Returns the group of these flags."""
     group = parser.flag_group("data")
     group.add_argument("--data", required=True, metavar="PATH", help=help)
     group.add_argument("--pattern", default="*", help="glob pattern for the files to read in a folder, such as *.jsonl")
@@ -91,7 +91,7 @@ def check_output(options) -> None:
 
 
 def write_json(path: str | None, content: Any, *, allow_nan: bool = True) -> None:
-    """Writes a JSON file; does nothing without a path."""
+    """Writes a JSON file, or does nothing if there is no path."""
     if path is not None:
         write_text(path, json.dumps(content, indent=1, allow_nan=allow_nan) + "\n")
 

@@ -74,7 +74,7 @@ def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
 
 
 def add_text_flags(parser, *more: str, seed: str) -> None:
-    """Adds the flags of a command that generates text: `TEXT_FIELDS`, sampling, and `--seed` with this help text."""
+    """Adds the `TEXT_FIELDS`, sampling and `--seed` flags of a command that generates text. `seed` is a help text."""
     # `num_steps=None` lets `with_num_steps` choose by drafter and model.
     add_config_flags(parser, (*TEXT_FIELDS, *more, *SAMPLING_FIELDS), max_new_tokens=256, num_steps=None)
     add_seed_flag(parser, seed)
@@ -95,7 +95,7 @@ class _NamesOrRecord(tuple):
 
 
 def rule_choices(*names: str) -> tuple[str, ...]:
-    """Returns the choices of `--acceptance`: these names, all rules, and `package.module:RECORD`."""
+    """Returns the choices of `--acceptance`, which are these names, all rules, and `package.module:RECORD`."""
     return _NamesOrRecord((*names, *RULES))
 
 
@@ -122,7 +122,7 @@ def flag_names(name: str) -> list[str]:
 
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """Reads each field's description, joined into one line, from a class's `Attributes:`; empty under `python -OO`."""
+    """Reads each field's description as one line from a class's `Attributes:`. Returns {} under `python -OO`."""
     # The section ends at the first empty line.
     _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
     section = re.split(r"\n\s*\n", section)[0]
@@ -132,7 +132,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def _names_of(annotation: Any) -> tuple[str, ...]:
-    """Returns the values of a `Literal` type; empty for other types."""
+    """Returns the values of a `Literal` type, or () for other types."""
     parts = (annotation, *typing.get_args(annotation))
     return next((typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal), ())
 

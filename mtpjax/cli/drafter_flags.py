@@ -76,7 +76,7 @@ def check_no_drafts(options) -> None:
 
 
 def chosen_method(options):
-    """Returns the `DraftMethod` of `--speculative-algorithm` or `--drafter`; None if neither is set, or for NONE."""
+    """Returns the `DraftMethod` of `--speculative-algorithm` or `--drafter`, or None without a flag or with NONE."""
     from mtpjax.drafters.methods import METHODS, find_method
 
     path, own = options.speculative_draft_model_path, getattr(options, "drafter", "mtp")

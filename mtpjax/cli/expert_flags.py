@@ -36,7 +36,7 @@ def add_expert_flags(parser) -> None:
 
 
 def check_expert_devices(options, mesh) -> None:
-    """Raises UsageError for `--enable-eplb` if `mesh` (None: one device) does not shard the experts."""
+    """Raises UsageError for `--enable-eplb` if `mesh` (None for one device) does not shard the experts."""
     if options.enable_eplb and _num_expert_devices(mesh) == 1:
         raise UsageError("--enable-eplb needs experts sharded over several devices: use --ep-size or --mesh expert=N")
 
@@ -63,7 +63,7 @@ def place_experts_by_flags(params: dict, options, mesh) -> dict:
 
 
 def read_expert_counts(path: str) -> dict[str, Any] | None:
-    """Reads SGLang's `logical_count`, a list of numbers for each trunk layer; None for "trivial"."""
+    """Reads SGLang's `logical_count`, a list of numbers for each trunk layer. Returns None for "trivial"."""
     from mtpjax.safe_open import read_json_file
 
     if path == "trivial":

@@ -1,4 +1,4 @@
-"""`mtpjax generate`: reads the prompts, decodes them in batches, and prints texts and log-probabilities."""
+"""`mtpjax generate`, which reads prompts, decodes them in batches, and prints texts and log-probabilities."""
 
 import dataclasses
 import sys

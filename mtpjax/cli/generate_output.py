@@ -1,4 +1,4 @@
-"""Prints the output of `mtpjax generate`: texts, log-probabilities, counts, and the comparison with plain decoding."""
+"""Prints `mtpjax generate`'s texts, log-probabilities and counts, and compares the texts with plain decoding."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ class Output:
         return {"token": self._text_of(token), "id": token, "logprob": round(max(logprob, MIN_LOGPROB), 6)}
 
     def _format_scores(self, tokens: list[int], scores) -> list[str]:
-        """Formats a line per token: its log-probability, its text, and the most likely tokens at its position."""
+        """Formats a line per token with its log-probability, its text, and the most likely tokens at its position."""
         num_top = self._options.logprobs
         lines = ["  logprob  token" + (f"            {num_top} most likely" if num_top else "")]
         for token, logprob, top_ids, top in zip(tokens, *scores, strict=True):

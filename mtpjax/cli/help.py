@@ -41,7 +41,7 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
         return numbers.get(kind) or action.dest.rsplit("_")[-1].upper()
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Shows the value once, after all names of the flag: `--num-steps, --speculative-num-steps N`."""
+        """Shows the value once, after all names of the flag, as in `--num-steps, --speculative-num-steps N`."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
@@ -73,7 +73,7 @@ class CommandParser(jsonargparse.ArgumentParser):
         raise UsageError(f"{text}; see --help") from ex
 
     def flag_group(self, title: str) -> Any:
-        """Returns the group of flags with this title in `--help`; the first call adds it."""
+        """Returns the group of flags with this title in `--help`, which the first call adds."""
         groups = self.groups or {}
         return groups[title] if title in groups else self.add_argument_group(title, name=title)
 

@@ -1,4 +1,4 @@
-"""The `mtpjax` command: parses the flags, runs the command, maps exceptions to exit codes."""
+"""The `mtpjax` command, which parses the flags, runs a command, and maps exceptions to exit codes."""
 
 import contextlib
 import io
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     all other errors.
 
     Args:
-        arguments: the command line without the program's name; None: `sys.argv`.
+        arguments: the command line without the program's name, or None for `sys.argv`.
     """
     if arguments is None:
         defer_interrupts()

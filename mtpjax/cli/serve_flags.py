@@ -63,7 +63,7 @@ def _add_server_flags(parser) -> None:
 
 
 def add_listen_flags(group) -> None:
-    """Adds the flags of a server that listens: address, log level and shutdown."""
+    """Adds the flags of a listening server for address, log level and shutdown."""
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses")
     group.add_argument("--port", type=int, default=30000, help="port to listen on; 0: any free port")
     levels = ("debug", "info", "warning", "error")

@@ -161,7 +161,7 @@ def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
 
 
 def _drafter_name(options, config) -> str | None:
-    """Returns SGLang's name for the active draft method, or the name that the user gave; None without drafts."""
+    """Returns SGLang's name for the active draft method, the user's name for it, or None without drafts."""
     from mtpjax.drafters.methods import method_of
 
     if not config.num_steps:

@@ -7,7 +7,7 @@ from mtpjax.errors import INTERRUPTED
 
 
 def main() -> None:
-    """Runs the command and exits; see `mtpjax.cli.main.main`."""
+    """Runs the command and exits, as described in `mtpjax.cli.main.main`."""
     defer_interrupts()
     try:
         from mtpjax.cli.main import main as run

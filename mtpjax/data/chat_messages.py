@@ -77,7 +77,7 @@ def clean_tools(tools: Any) -> list[Any] | None:
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """Returns the text of clean content; parts are joined by newlines, as vLLM does."""
+    """Returns the text of clean content, with parts joined by newlines, as in vLLM."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 

@@ -103,7 +103,7 @@ def coverage(counts: np.ndarray, ids: Sequence[int]) -> float:
 
 
 def report_sizes(size: int, vocab_size: int, min_size: int) -> list[int]:
-    """Returns sizes to report: `size` repeatedly halved and doubled within `min_size..vocab_size`, and `vocab_size`."""
+    """Returns the sizes to report, which are `vocab_size`, and halves and doubles of `size` from `min_size` on."""
     sizes = {size // 8, size // 4, size // 2, size, 2 * size, 4 * size, vocab_size}
     return sorted(value for value in sizes if max(min_size, 1) <= value <= vocab_size)
 

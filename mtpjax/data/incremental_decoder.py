@@ -378,7 +378,7 @@ def _byte_of_name(piece: str) -> str | bytes:
 
 
 def _bytes_of_letters(piece: str) -> bytes:
-    """Returns the bytes of a byte-level token; a token with other letters, such as an added one, is already text."""
+    """Returns the bytes of a byte-level token. A token with other letters, such as an added token, is already text."""
     try:
         return bytes(map(BYTE_OF_LETTER.__getitem__, piece))
     except KeyError:

@@ -1,4 +1,4 @@
-"""Appends to JSONL files that a later run can continue; `regenerate`, `ablate` and `train` use this writer.
+"""Appends to JSONL files that a later run can continue. `regenerate`, `ablate` and `train` use this writer.
 
 A process can be killed at any byte. A record counts only once its line ends in a newline, so readers stop before an
 incomplete last line, and `JsonlWriter` cuts it off before it appends.
@@ -58,7 +58,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path, *, sync: bool = True, allow_nan: bool = True):
-        """Opens the file at its end; creates a missing file.
+        """Opens the file at its end, or creates it if it is missing.
 
         Args:
             path: the file; its folder must exist.

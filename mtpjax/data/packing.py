@@ -1,4 +1,4 @@
-"""Packs documents into rows and draws batches of rows. Plain numpy; nothing runs on a device."""
+"""Packs documents into rows and draws batches of rows. It uses only NumPy, so nothing runs on a device."""
 
 import dataclasses
 import hashlib

@@ -131,7 +131,7 @@ def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | 
 
 
 def read_turns(record: dict[str, Any]) -> Iterator[str]:
-    """Yields all turns of a Spec-Bench record, or the text of any other record; at least one.
+    """Yields all turns of a Spec-Bench record (at least one), or the text of any other record.
 
     Raises:
         SkippedRecordError: a turn is not text (reason "corrupt") or is empty (reason "empty"). The error is raised when

@@ -1,4 +1,4 @@
-"""The default corpus: the standard library of the running Python, so that a first run downloads nothing."""
+"""Lists the default corpus, which is the running Python's standard library, so that a first run downloads nothing."""
 
 import os
 import pathlib

@@ -76,7 +76,7 @@ def _read_gzip(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_json(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the objects of a JSON list; a file with any other value is one record."""
+    """Yields the items of a JSON list as records, or the whole value of a file that contains no list."""
     with open_regular(path) as stream:
         content = stream.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:

@@ -109,7 +109,7 @@ def _from_sharegpt(message: Any, place: str) -> dict[str, Any]:
 
 
 def _parse_calls(text: str) -> list[dict[str, Any]]:
-    """Returns the tool calls in a text that is the JSON of one call or of a list of calls; [] for other text."""
+    """Returns the tool calls in a text that is the JSON of one call or a list of calls, or [] for any other text."""
     try:
         value = parse_json(text)
     except (ValueError, RecursionError):

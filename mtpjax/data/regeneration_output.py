@@ -1,4 +1,4 @@
-"""The output of a regeneration: a JSONL file that grows by whole windows of records, and its manifest.
+"""Writes the output of a regeneration, a JSONL file that grows by whole windows of records, and its manifest.
 
 The manifest `NAME.about.json` records the settings that the file is written with, the number of bytes in complete
 windows, and the digest of those bytes. An interrupted run continues from the manifest.

@@ -1,4 +1,4 @@
-"""The tasks of a regeneration: texts to continue, and conversations to answer again."""
+"""Defines the tasks of a regeneration, which are texts to continue and conversations to answer again."""
 
 import abc
 import pathlib
@@ -167,7 +167,7 @@ class ConversationTask(Task):
         return {**self.extra_fields, "messages": self.messages, "finish_reasons": self.finish_reasons}
 
     def _advance(self) -> None:
-        """Moves to the next answer to generate; ends the conversation if an answer does not fit."""
+        """Moves to the next answer to generate, or ends the conversation if the answer does not fit."""
         self.prompt, num_answered = None, len(self.messages)
         while self.remaining:
             message = self.remaining.pop(0)

@@ -48,7 +48,7 @@ class SourceContents:
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """Returns the token that ends a document: the tokenizer's first end token."""
+    """Returns the token that ends a document, which is the tokenizer's first end token."""
     if not tokenizer.eos_token_ids:
         raise TokenizerError("the tokenizer has no end token, which must separate documents")
     return tokenizer.eos_token_ids[0]

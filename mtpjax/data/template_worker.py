@@ -138,7 +138,7 @@ def serve() -> None:
 
 
 def _answer_all(request: dict[str, Any], compiled: dict[str, Any]) -> list[dict[str, Any]]:
-    """Answers a request: for each rendering, a dict with "text" and "generation", or "error" and "is_template"."""
+    """Returns a dict with "text" and "generation", or "error" and "is_template", for each rendering in a request."""
     template, date = request["template"], request["date"]
     try:
         if template not in compiled:

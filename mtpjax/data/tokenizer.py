@@ -1,4 +1,4 @@
-"""Tokenizers: bytes for small models, `tokenizer.json` and its chat template for published models."""
+"""Tokenizers for small models (bytes) and for published models (`tokenizer.json` and a chat template)."""
 
 import dataclasses
 import functools
@@ -103,7 +103,7 @@ class ByteTokenizer:
         return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids; skips end tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
+        """Decodes ids. Skips end tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
         stream = self.incremental_decoder()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
@@ -221,7 +221,7 @@ class HuggingFaceTokenizer:
             return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids; skips special tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
+        """Decodes ids. Skips special tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
         tokens = [int(index) for index in ids]
         if not self._decoder.is_total:
             stream = self.incremental_decoder()
@@ -240,7 +240,7 @@ class HuggingFaceTokenizer:
         return self.chat_templates.reads(name)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        """Encodes a conversation; `template_variables` are the template's variables, such as `enable_thinking`."""
+        """Encodes a conversation. `template_variables` are variables for the template, such as `enable_thinking`."""
         return self.encode_rendered(self.chat_templates.render(messages, **template_variables))[0]
 
     def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:

@@ -33,7 +33,7 @@ def rust_errors(problem: str):
 
 
 def read_json_object(folder: pathlib.Path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> dict[str, Any]:
-    """Reads a JSON object from a checkpoint's file; {} if the file is missing or contains a different value."""
+    """Reads a JSON object from a checkpoint's file. Returns {} if the file is missing or contains a different value."""
     content = read_small_file(folder, name, max_bytes=max_bytes)
     try:
         values = parse_json(content) if content is not None else {}
@@ -93,7 +93,7 @@ def find_end_tokens(
 
 
 def _read_ids(folder: pathlib.Path, sources: dict[str, Any], vocab_size: int) -> list[list[int]]:
-    """Returns the ids in each source that has an `eos_token_id`; `[[]]` if no source has one."""
+    """Returns the ids in each source that has an `eos_token_id`, or `[[]]` if no source has one."""
     found: list[list[int]] = []
     for name, values in sources.items():
         value = values.get("eos_token_id") if isinstance(values, dict) else None
