@@ -65,14 +65,14 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
             f"{path} has {num_tensors} tensors and {num_keys} keys in its header; at most {MAX_TENSORS} and {MAX_KEYS} "
             "are accepted"
         )
-    # Metadata: key, value type, value.
+    # Each metadata entry is a key, a value type and a value.
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
             raise CheckpointFileError(f"{path} has the key {key!r} twice")
         metadata[key] = cursor.value(cursor.number("<I"))
-    # Tensors: name, axes, type, offset. Offsets count from the aligned end of the header.
+    # Each tensor has a name, axes, a type and an offset, which counts from the aligned end of the header.
     entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:

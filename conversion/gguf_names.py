@@ -28,7 +28,7 @@ _LAYER = {
     **{"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_kv_b": "self_attn.kv_b_proj"},
     **{"attn_q_a_norm": "self_attn.q_a_layernorm", "attn_kv_a_norm": "self_attn.kv_a_layernorm"},
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    # Experts: the router, and the shared experts.
+    # The router and the shared experts.
     "ffn_gate_inp": "mlp.gate",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _PARTS},
     # MTP modules, except their decoder layer.

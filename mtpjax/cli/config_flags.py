@@ -126,7 +126,7 @@ def field_docs(kind: type) -> dict[str, str]:
     # The section ends at the first empty line.
     _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
     section = re.split(r"\n\s*\n", section)[0]
-    # An entry is `name: text`, indented by 8 spaces; lines with a deeper indentation continue it.
+    # An entry is `name: text`, indented by 8 spaces. Lines with deeper indentation continue it.
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", section, flags=re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).rstrip(".") for name, text in entries}
 

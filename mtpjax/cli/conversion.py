@@ -109,8 +109,8 @@ def _convert(options) -> int:
     # The dtypes that weights may be converted to; fp8 can be kept, but not produced.
     dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": options.model_type}
-    # The kind of source decides the direction: an mtpjax checkpoint is converted to Hugging Face's format, anything
-    # else to mtpjax's.
+    # The kind of source decides the direction. An mtpjax checkpoint is converted to Hugging Face's format, and anything
+    # else to mtpjax's format.
     source = find_checkpoint(options.source)
     with show_bytes_read(source, options.target) as progress:
         if is_checkpoint(source):

@@ -91,15 +91,15 @@ def _run(arguments: list[str] | None) -> NoReturn:
         # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
         exit_without_shutdown(_exit_code(LostProcess))
     except Exception as error:
-        # Running out of memory surfaces as many kinds of errors: an import that fails, a thread that does not start, a
-        # file that cannot be read.
+        # Running out of memory causes many kinds of errors, such as an import that fails, a thread that does not start,
+        # or a file that cannot be read.
         if is_memory_error(error) and not isinstance(error, MemoryTooSmall):
             problem = f"memory is too small ({type(error).__name__}: {printable(error, 200)})"
             print(f"{name}: {'; '.join(filter(None, [problem, describe_address_limit()]))}", file=sys.stderr)
             sys.exit(_exit_code(MemoryTooSmall))
         if not isinstance(error, ValueError | OSError | ResumableError):
             raise
-        # A user error, not a bug: print one line without a traceback.
+        # This is a user error and not a bug, so print one line without a traceback.
         print(f"{name}: {printable(error)}", file=sys.stderr)
         sys.exit(_exit_code(type(error)))
 

@@ -41,7 +41,7 @@ def print_prediction(options) -> list:
 
     from mtpjax.evaluation.roofline_report import tables
 
-    # Check the flags: predictions exist for chains of MTP modules only.
+    # Check the flags, because predictions exist only for chains of MTP modules.
     if options.speculative_draft_model_path is not None:
         raise ValueError("--predict supports MTP modules only; without --predict, other drafters can be measured")
     if options.num_steps < 0 or options.topk != 1:

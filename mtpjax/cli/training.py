@@ -124,7 +124,7 @@ def _quickstart(options) -> int:
     try:
         return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
     except Preempted:
-        # This command has no --resume: it replaces its run.
+        # This command has no --resume, because it replaces its run.
         print("mtpjax quickstart: interrupted; run the same command to start again", file=sys.stderr)
         return 130
 

@@ -136,7 +136,7 @@ def load_vocabulary(path) -> tuple[int, ...]:
         raise ValueError(f"{path} is not a vocabulary file: {str(error)[:100]}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a vocabulary file: its format is not {FORMAT!r}")
-    # Check the ids here: an id out of range would index the head outside the vocabulary without an error.
+    # Check the ids here, because an id out of range would index the head outside the vocabulary without an error.
     ids, vocab_size = content.get("ids"), content.get("vocab_size")
     is_integer_list = isinstance(ids, list) and all(type(index) is int for index in ids)
     if not ids or not is_integer_list or not isinstance(vocab_size, int):

@@ -16,7 +16,7 @@ def list_python_sources() -> list[pathlib.Path]:
     """
     roots = [sysconfig.get_path("stdlib")]
     files = _list_sources_under(roots[0])
-    # Embedded interpreters may ship almost no sources: fall back to the installed packages.
+    # Embedded interpreters may ship almost no sources, so fall back to the installed packages.
     if len(files) < _MIN_STDLIB_FILES:
         roots += dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()])
         files = list(dict.fromkeys(file for folder in roots for file in _list_sources_under(folder)))
