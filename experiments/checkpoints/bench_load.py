@@ -1,7 +1,7 @@
 """Times reading and converting checkpoints, compared with `cat`, and measures the memory that they need.
 
 Makes checkpoints with random weights (stacked experts in bfloat16; block-fp8 with one expert per tensor), then runs
-every method in rotation, each in its own process: mtpjax's commands, `cat` of the same files (to /dev/null, and to a
+every method in rotation, each in its own process: mtpjax's functions, `cat` of the same files (to /dev/null, and to a
 copy), Orbax's safetensors reader and the safetensors package. Speeds count the bytes of the whole checkpoint, even for
 `export-mtp`, which reads only the modules. Files come from the page cache. Peak memory is the process's maximum
 resident size minus its resident size after the imports.

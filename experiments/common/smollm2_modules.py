@@ -19,7 +19,7 @@ from mtpjax.training.run_dir import SETTINGS_FILE
 from mtpjax.training.trainer import train
 
 VOCABULARY_NAME = "draft_vocabulary"
-MIN_ANSWERS_TO_HOLD_OUT = 100  # without held-out rows, the panel would measure training rows
+MIN_ANSWERS_TO_HOLD_OUT = 100  # with fewer answers, the panel measures training rows
 
 
 def train_config(folder: pathlib.Path, reduced: pathlib.Path, data: pathlib.Path, settings: Settings) -> TrainConfig:

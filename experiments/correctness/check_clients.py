@@ -4,7 +4,7 @@
 
 The environments are made under `--folder`, by default in a temporary directory. They take 0.3 GB (sglang, where only
 the benchmark is installed from the wheel, without the package), 0.8 GB (lm-eval), 1.5 GB (guidellm), 1.2 GB (aiperf)
-and 3.1 GB (vllm).  A client that cannot be installed is skipped, and the reason is printed. The exit code is 1 if a
+and 3.1 GB (vllm). A client that cannot be installed is skipped, and the reason is printed. The exit code is 1 if a
 client fails or reads wrong numbers.
 """
 

@@ -1,12 +1,11 @@
-"""Does the engine change a text? Runs random requests that join, leave and preempt each other, and compares each with
-the same request decoded alone.
+"""Checks that the engine changes no text, by comparing requests that preempt each other with single requests.
 
     python -m experiments.correctness.check_engine --requests 1000 --seed 0 [--quick] [--output FILE]
 
-A family consists of one small model in float32, one draft shape and one engine. Several threads submit its requests at
-random times; one request in ten is aborted at a random time. The page pool is small, so requests are preempted, and
-half of the requests start with a common text, so they share pages. Requests differ in length, sampling options,
-penalties,  stop sequences, log-probabilities and speculation.
+Requests of all kinds join and leave the engine at random. A family consists of one small model in float32, one draft
+shape and one engine. Several threads submit its requests at random times; one request in ten is aborted at a random
+time. The page pool is small, so requests are preempted, and half of the requests start with a common text, so they
+share pages. Requests differ in length, sampling options, penalties, stop sequences, log-probabilities and speculation.
 
 The reference is `speculative_generate` with contiguous caches. A request that ends by itself must have the same tokens,
 log-probabilities (to 1e-4) and finish reason; the tokens of an aborted request must be a prefix. If the depth of a
@@ -123,8 +122,8 @@ class Family:
 
     @property
     def has_fixed_rounds(self) -> bool:
-        """Whether other requests cannot change a request's rounds. They can if a tree has a different shape next to
-        sampled rows, or if the load may disable drafts.
+        """Whether a request takes the same rounds regardless of other requests. It may not, because a tree has a
+        different shape next to sampled rows, and because the load may disable drafts.
         """
         return self.config.topk == 1 and self.disable_drafts_at is None
 

@@ -32,7 +32,7 @@ from mtpjax.training.step import make_optimizer
 from mtpjax.training.train_state import TrainState, init_train_state
 from tests.helpers.training_runs import SETTINGS, environment, read_losses, train_command, write_corpus
 
-STEPS_PER_KILL = 10  # that a run needs to outlive its kills: each falls at most 4 steps, or a saved state, further on
+STEPS_PER_KILL = 10  # enough for a run to outlive its kills, which come at most 4 steps or one saved state apart
 LONGEST_START, LONGEST_SAVE = 3.0, 0.3  # maximum seconds until a kill
 PATIENCE = 120.0
 

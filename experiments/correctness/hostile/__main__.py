@@ -8,7 +8,7 @@ mounted. Signals arrive at random moments of a conversion and a short training r
 
 A case passes if it succeeds, or fails with one printable line and a documented exit code. It must take at most 20 s (60
 s for training, loading and signals), not counting the time during which other programs used the core, and at most 256
-MB of  additional memory (512 MB for training, which compiles). It must change nothing outside its output folder, and
+MB of additional memory (512 MB for training, which compiles). It must change nothing outside its output folder, and
 after full disks and signals, all earlier files must still be complete. Cases of the kinds "rewritten", "rendered" and
 "streamed" have a known answer; a different answer without an error fails. A seed always gives the same cases.
 """

@@ -213,7 +213,7 @@ def _header(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
 def _command(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     arguments = list(rng.choice(COMMANDS))
     place = rng.randrange(1, len(arguments))
-    # The last argument is the output or harmless.
+    # The last argument is an output or harmless.
     arguments[place] = rng.choice(FLAG_VALUES if place == len(arguments) - 1 else (*FLAG_VALUES, *INPUTS))
     # A command line can contain everything except null bytes.
     return {

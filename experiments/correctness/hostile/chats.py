@@ -2,7 +2,7 @@
 
 A case draws a template that reads messages in the same form as some published template, and a conversation in a form
 that occurs in data sets or requests. The prompt must contain every text, name and value in the conversation, in order,
-without  nulls and without JSON inside JSON; rejecting the conversation passes too. The text for training must start
+without nulls and without JSON inside JSON; rejecting the conversation passes too. The text for training must start
 with that prompt.
 """
 

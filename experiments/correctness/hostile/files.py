@@ -67,7 +67,7 @@ def _gguf(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     place = rng.randrange(len(keys))
     name = GGUF_KEYS[place][0]
     tensor, shapes = rng.choice(sorted(GGUF_SHAPES)), dict(GGUF_SHAPES)
-    counts: list[int | None] = [None, None]  # wrong sizes of tensors and keys
+    counts: list[int | None] = [None, None]  # wrong numbers of tensors and of keys; None: the right number
     kind_of_tensor, offset, cut = 0, None, None
     how = rng.choice(["key", "value", "string", "array", "nested", "counts", "shape", "type", "offset", "cut", "name"])
     # Change one thing in a small, valid file.

@@ -4,7 +4,7 @@ import json
 import random
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07"
-# JSON texts that replace a value. Long ones are (pattern, count) pairs, so that a report stays readable.
+# JSON texts that replace a value. Long ones repeat a pattern, so that a report stays readable.
 JSON_VALUES = (
     *(
         "null",
