@@ -157,8 +157,7 @@ class Counter:
     def moved(
         self, name: str, origins: list[int | None], times: int = 1, loops: tuple[str, ...] = ()
     ) -> Iterator[Moved]:
-        """Yields what computation `name` moves, in order. `origins` are those of its parameters, one per tuple
-        element."""
+        """Yields what computation `name` moves, in order. `origins` has one entry per element of its parameters."""
         computation = self.computations[name]
         known: dict[str, list[int | None]] = {}  # instruction -> where each of its results comes from
         rest = list(origins)

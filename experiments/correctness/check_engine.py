@@ -1,8 +1,8 @@
-"""Checks that the engine changes no text, by comparing requests that preempt each other with single requests.
+"""Compares random requests that join, leave and preempt each other in the engine with the same requests alone.
 
     python -m experiments.correctness.check_engine --requests 1000 --seed 0 [--quick] [--output FILE]
 
-Requests of all kinds join and leave the engine at random. A family consists of one small model in float32, one draft
+A family consists of one small model in float32, one draft
 shape and one engine. Several threads submit its requests at random times; one request in ten is aborted at a random
 time. The page pool is small, so requests are preempted, and half of the requests start with a common text, so they
 share pages. Requests differ in length, sampling options, penalties, stop sequences, log-probabilities and speculation.
@@ -122,8 +122,9 @@ class Family:
 
     @property
     def has_fixed_rounds(self) -> bool:
-        """Whether a request takes the same rounds regardless of other requests. It may not, because a tree has a
-        different shape next to sampled rows, and because the load may disable drafts.
+        """Whether a request takes the same rounds regardless of other requests.
+
+        A tree has a different shape next to sampled rows, and the load may disable drafts.
         """
         return self.config.topk == 1 and self.disable_drafts_at is None
 

@@ -50,8 +50,7 @@ PROCESSES = {
 
 
 class Cell(NamedTuple):
-    """The policy's result for one process and cost curve. Regret and error are relative to the best fixed depth's
-    time."""
+    """The policy's result for one process and cost curve. Regret and error are relative to the best fixed depth."""
 
     mode: str
     batch: int

@@ -31,8 +31,7 @@ SHAPES = {  # children of each node, level by level
 
 
 class Pair:
-    """Tables `[V^level, V]` over V tokens for a target, and for a drafter that mixes a share of noise into the
-    target."""
+    """Tables `[V^level, V]` over V tokens for a target, and for a drafter that mixes noise into the target."""
 
     def __init__(self, rng, *, V, depth, alpha, mixing):
         self.V = V

@@ -137,8 +137,7 @@ def _with_exponents(form: Form, rng: random.Random) -> Form:
 
 
 def _with_other_norms(form: Form, rng: random.Random) -> None:
-    """Stores the norms of the trunk or of the modules as `1 + w` instead of w, if the model's norms are
-    zero-centred."""
+    """Stores zero-centred norms of the trunk or of the modules as `1 + w` instead of w."""
     of_modules = rng.random() < 0.7
     shifted = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
     if not form.config["model_type"].startswith(("qwen3_5", "qwen3_next")):
