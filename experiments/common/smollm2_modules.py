@@ -117,7 +117,7 @@ def attach_modules(path: pathlib.Path, model: MTPModel, params: dict) -> tuple[M
     names = [".".join(key.key for key in keys) for keys, _ in places]
     shapes = {name: leaf.shape for name, (_, leaf) in zip(names, places, strict=True)}
     if vocabulary is None or shapes != {name: leaf.shape for name, leaf in tensors.items()}:
-        raise CheckpointFileError(f"{path} holds another module than one of width {config.hidden_size}")
+        raise CheckpointFileError(f"{path} does not hold a module of width {config.hidden_size}")
     dtype = params["embedding"].dtype
     module = jax.tree_util.tree_unflatten(structure, [tensors[name].astype(dtype) for name in names])
     return MTPModel(config), params | {"mtp_0": module}, tuple(np.asarray(vocabulary).tolist())

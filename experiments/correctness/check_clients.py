@@ -295,7 +295,9 @@ def main() -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", help=f"default: {' '.join(CLIENTS)}")
-    parser.add_argument("--folder", type=pathlib.Path, default=None, help="environments; kept for the next run")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, default=None, help="folder of the environments, which are kept for the next run"
+    )
     options = parser.parse_args()
     if unknown := set(options.clients) - set(CLIENTS):
         parser.error(f"unknown clients: {', '.join(sorted(unknown))}")

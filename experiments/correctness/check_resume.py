@@ -148,8 +148,8 @@ def _moment(draw: random.Random, folder: pathlib.Path, steps: int) -> Callable[[
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="(default: %(default)s)")
-    parser.add_argument("--bits", type=int, default=200, help="(default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=50, help="number of kills (default: %(default)s)")
+    parser.add_argument("--bits", type=int, default=200, help="number of flipped bits (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed for the moments and bits (default: %(default)s)")
     options = parser.parse_args(argv)
     logging.getLogger("mtpjax").setLevel(logging.ERROR)  # warnings about the states that are skipped

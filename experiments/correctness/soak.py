@@ -254,7 +254,7 @@ def main() -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--quick", action="store_true", help="one minute")
+    parser.add_argument("--quick", action="store_true", help="run for one minute")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     seconds = 60.0 if options.quick else 60 * options.minutes

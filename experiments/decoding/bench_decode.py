@@ -147,17 +147,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="a toy at batch 1 with mtpjax alone, to check that the script works"
     )
     parser.add_argument(
-        "--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", default=["S", "M", "D"], help="of S, M, D, tiny"
+        "--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", default=["S", "M", "D"], help="some of S, M, D, tiny"
     )
     parser.add_argument("--batch-size", nargs="+", type=count, default=[1, 4, 16])
-    parser.add_argument("--num-steps", nargs="+", type=count, default=[1, 2, 3], help="draft levels of speculation")
+    parser.add_argument("--num-steps", nargs="+", type=count, default=[1, 2, 3], help="draft levels")
     parser.add_argument(
-        "--engines", nargs="+", choices=engines, metavar="ENGINE", default=list(engines), help="of mtpjax, transformers"
+        "--engines",
+        nargs="+",
+        choices=engines,
+        metavar="ENGINE",
+        default=list(engines),
+        help="some of mtpjax, transformers",
     )
     parser.add_argument("--threads", nargs="+", choices=("1", "all"), default=["1", "all"])
     parser.add_argument("--prompt-length", type=count, default=128)
     parser.add_argument(
-        "--new-tokens", type=count, default=97, help="at least 2; 12n + 1 fills the rounds of 1 to 3 drafts"
+        "--new-tokens",
+        type=count,
+        default=97,
+        help="new tokens per row, at least 2; 12n + 1 fills the rounds of 1 to 3 drafts",
     )
     parser.add_argument("--repeats", type=count, default=5)
     results = RESULTS / "bench_decode.json"

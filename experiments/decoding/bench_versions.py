@@ -127,13 +127,15 @@ def summarise(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--other", type=pathlib.Path, required=True, help="another checkout of mtpjax")
-    parser.add_argument("--model", type=pathlib.Path, help="a checkpoint to decode as well, such as runs/quickstart")
-    parser.add_argument("--shapes", nargs="*", default=["S", "D"], choices=list(SHAPES), help="shapes of bench_decode")
+    parser.add_argument("--other", type=pathlib.Path, required=True, help="the other checkout of mtpjax")
+    parser.add_argument("--model", type=pathlib.Path, help="a checkpoint to decode too, such as runs/quickstart")
+    parser.add_argument(
+        "--shapes", nargs="*", default=["S", "D"], choices=list(SHAPES), help="shapes from bench_decode"
+    )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4], help="batch sizes (default: 1 and 4)")
     parser.add_argument(
-        "--starts", type=int, default=4, help="times that both processes are started in both orders (default: 4)"
+        "--starts", type=int, default=4, help="how often both processes are started in both orders (default: 4)"
     )
     parser.add_argument("--repeats", type=int, default=10, help="pairs of calls per case and start (default: 10)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per row (default: 64)")

@@ -92,8 +92,12 @@ def measure_alone(*cell, **settings) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the cells and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=None, help="of the trunk, at most one dense (default: all)")
-    parser.add_argument("--model", default="deepseek-v3", choices=sorted(presets), help="with --mesh (%(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=None, help="number of trunk layers, at most one of them dense (default: all)"
+    )
+    parser.add_argument(
+        "--model", default="deepseek-v3", choices=sorted(presets), help="the model with --mesh (default: %(default)s)"
+    )
     parser.add_argument(
         "--mesh", type=parse_mesh, default=None, help="one mesh, such as data=8,tensor=8 (default: all cells)"
     )

@@ -193,7 +193,9 @@ def tables(result: dict[str, Any]) -> list:
 def main(argv: Sequence[str] | None = None) -> int:
     """Fits the row, prints it, and writes the JSON file and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-steps", type=int, default=2, help="draft levels of the published row (%(default)s)")
+    parser.add_argument(
+        "--num-steps", type=int, default=2, help="draft levels of the published row (default: %(default)s)"
+    )
     parser.add_argument("--context", type=int, default=2048, help="tokens in each KV cache (default: %(default)s)")
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     parser.add_argument("--picture", type=pathlib.Path, default=PICTURE)

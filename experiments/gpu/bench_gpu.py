@@ -192,10 +192,13 @@ def main(argv: list[str] | None = None) -> int:
         "--models", nargs="+", choices=MODELS, default=["8B", "1B", "16B-A2.4B"], help="(default: %(default)s)"
     )
     parser.add_argument(
-        "--implementation", nargs="+", default=["xla", "triton"], help="of the kernels (default: %(default)s)"
+        "--implementation",
+        nargs="+",
+        default=["xla", "triton"],
+        help="implementations of the kernels (default: %(default)s)",
     )
     parser.add_argument("--prompt-length", type=int, default=1792)
-    parser.add_argument("--new-tokens", type=int, default=129, help="at least 2 (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=129, help="new tokens, at least 2 (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of measurements (default: %(default)s)")
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
@@ -205,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--loop-outside", action="store_true", help="no CUDA graph of the whole call, so the host runs the loop"
     )
-    parser.add_argument("--quick", action="store_true", help="a toy, with XLA alone: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a toy with XLA alone, to check that the script runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
     if options.new_tokens < 2 or options.prompt_length < 1 or options.repeats < 1:

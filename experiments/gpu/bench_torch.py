@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt-length", type=int, default=1792, help="tokens in the cache (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=129, help="steps of a measurement (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each form (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a toy, uncompiled, on any machine")
+    parser.add_argument("--quick", action="store_true", help="a toy on any machine, without compilation")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:

@@ -462,9 +462,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=None, help="time for all steps (default: no limit)")
     parser.add_argument("--list", action="store_true", help="list the steps")
     parser.add_argument("--again", action="store_true", help="also run steps that have a result")
-    parser.add_argument("--quick", action="store_true", help="on any machine: show that the steps start")
+    parser.add_argument("--quick", action="store_true", help="check on any machine that the steps start")
     parser.add_argument(
-        "--platform", choices=("cuda", "rocm"), default="cuda", help="of the GPU (default: %(default)s)"
+        "--platform", choices=("cuda", "rocm"), default="cuda", help="platform of the GPU (default: %(default)s)"
     )
     parser.add_argument("--output", type=pathlib.Path, default=FOLDER, help="folder of the results")
     options = parser.parse_args(argv)

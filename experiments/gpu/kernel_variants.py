@@ -380,7 +380,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("layers", "alone", "xla", "once"), help="(default: layers and alone)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="small, on any machine: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes on any machine, to check that the script runs"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
     if not options.quick and jax.default_backend() != "gpu":

@@ -201,10 +201,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=gpu_models.SHAPES, default="1B", help="(default: %(default)s)")
     parser.add_argument("--num-steps", type=int, default=2, help="draft levels (default: %(default)s)")
-    parser.add_argument("--block-scale", type=float, default=0.0031552670417893266, help="of `bench_engine_gpu`")
-    parser.add_argument("--rounds-per-call", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=192, help="of the request (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=1, help="at once (default: %(default)s)")
+    parser.add_argument("--block-scale", type=float, default=0.0031552670417893266, help="as in `bench_engine_gpu`")
+    parser.add_argument("--rounds-per-call", type=int, default=2, help="rounds per call (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=192, help="new tokens per request (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=1, help="number of simultaneous requests (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="a toy, on any machine: shows that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)

@@ -141,7 +141,7 @@ def fastest_table(rows: list[Mapping]) -> dict[str, list]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", nargs="+", default=[], help="only these ops")
+    parser.add_argument("--op", nargs="+", default=[], help="measure only these ops")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each form (default: %(default)s)")
     parser.add_argument("--use", action="store_true", help="let implementation='auto' use these measurements")
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)

@@ -152,7 +152,7 @@ def show(reports: Iterable[Report], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=find_python(), help="interpreter that has triton (default: this one)")
-    parser.add_argument("--op", help="only the cases of this op")
+    parser.add_argument("--op", help="compile only the cases of this op")
     parser.add_argument("--json", type=pathlib.Path, help="JSON file to write")
     options = parser.parse_args()
     if options.python is None:

@@ -457,10 +457,12 @@ def print_table(console: Console, models: Sequence[dict]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loads", type=int, default=5, help="loads with a long tail (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=48, help="per load (default: %(default)s)")
+    parser.add_argument("--loads", type=int, default=5, help="number of loads with a long tail (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=48, help="requests per load (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=20, help="measurements of each time (default: %(default)s)")
-    parser.add_argument("--model", choices=list(MODELS), nargs="+", default=list(MODELS), help="only these")
+    parser.add_argument(
+        "--model", choices=list(MODELS), nargs="+", default=list(MODELS), help="measure only these models"
+    )
     parser.add_argument("--quick", action="store_true", help="the tiny model and few turns, to check that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)

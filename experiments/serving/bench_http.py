@@ -126,13 +126,15 @@ async def measure(url: str, count: int, new_tokens: int, ask) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """Measures the server at several numbers of requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 64], help="of requests")
-    parser.add_argument("--tick", type=float, default=4.5, help="milliseconds (default: %(default)s)")
-    parser.add_argument("--busy", type=float, default=1.5, help="milliseconds of it (default: %(default)s)")
-    parser.add_argument("--num-tokens", type=int, default=4, help="per request and tick (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=512, help="per request (default: %(default)s)")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 64], help="numbers of simultaneous requests")
+    parser.add_argument("--tick", type=float, default=4.5, help="milliseconds per tick (default: %(default)s)")
+    parser.add_argument(
+        "--busy", type=float, default=1.5, help="milliseconds of computation per tick (default: %(default)s)"
+    )
+    parser.add_argument("--num-tokens", type=int, default=4, help="tokens per request and tick (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="new tokens per request (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="measurements of each cell (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few requests and tokens: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="few requests and tokens, to check that the script runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.quick:

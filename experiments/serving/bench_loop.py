@@ -172,11 +172,13 @@ def turn(url: str, body: bytes | None, seconds: float, context: Any, ask: Any) -
 def main(argv: list[str] | None = None) -> int:
     """Measures each attack in pairs of turns, and prints the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5, help="of turns per attack (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="per turn (default: %(default)s)")
-    parser.add_argument("--num-readers", type=int, default=None, help="processes; 0: threads")
-    parser.add_argument("--only", nargs="+", default=None, help="names of attacks")
-    parser.add_argument("--quick", action="store_true", help="one short pair of one attack: shows that it runs")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of turns per attack (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds per turn (default: %(default)s)")
+    parser.add_argument("--num-readers", type=int, default=None, help="number of reader processes; 0: threads")
+    parser.add_argument("--only", nargs="+", default=None, help="measure only these attacks")
+    parser.add_argument(
+        "--quick", action="store_true", help="one short pair of one attack, to check that the script runs"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     bodies = {name: body for name, body in attacks().items() if options.only is None or name in options.only}

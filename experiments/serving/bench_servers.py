@@ -211,7 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=pathlib.Path, default=None, help="a checkpoint with MTP modules")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, instead of --model")
     parser.add_argument("--llama", type=pathlib.Path, default=None, help="interpreter with llama-cpp-python[server]")
-    parser.add_argument("--llama-no-repack", action="store_true", help="without repacked weights, if AMX crashes")
+    parser.add_argument(
+        "--llama-no-repack", action="store_true", help="do not repack weights; repacking crashes on some AMX machines"
+    )
     parser.add_argument(
         "--prompts",
         type=pathlib.Path,
@@ -219,9 +221,11 @@ def main(argv: list[str] | None = None) -> int:
         help="JSONL of prompts (default: SmolLM2's own, or those of `mtpjax ablate`)",
     )
     parser.add_argument("--num-steps", type=int, default=1, help="draft levels (default: %(default)s)")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16], help="concurrencies (default: 1 4 16)")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[1, 4, 16], help="numbers of simultaneous requests (default: 1 4 16)"
+    )
     parser.add_argument("--turns", type=int, default=5, help="measurements of each cell (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="per request (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="new tokens per request (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one short turn, to check that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)

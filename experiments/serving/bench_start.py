@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a checkpoint, or a run of `mtpjax quickstart`")
     parser.add_argument("--starts", type=int, default=2, help="number of starts, one after the other")
-    parser.add_argument("--flags", nargs="*", default=[], help="further flags of `mtpjax serve`, without their dashes")
+    parser.add_argument("--flags", nargs="*", default=[], help="further flags for `mtpjax serve`, without their dashes")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
