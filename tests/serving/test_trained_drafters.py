@@ -262,7 +262,9 @@ def test_a_mesh_that_splits_the_trunk_is_refused_at_the_start():
     model, params = trunk(vocab_size=64)
     drafter, draft_params = drafter_of("medusa", vocab_size=64)
     model, params = shard_for_decoding(model, params, compat.make_mesh({"tensor": 2}))
-    with pytest.raises(ValueError, match=r"do not support a mesh that splits the trunk \(mesh axis tensor has size 2\)"):
+    with pytest.raises(
+        ValueError, match=r"do not support a mesh that splits the trunk \(mesh axis tensor has size 2\)"
+    ):
         config = dataclasses.replace(CONFIG, drafter=drafter)
         Engine(params, model=model, config=config, settings=ONE_SIZE, draft_params=draft_params)
 

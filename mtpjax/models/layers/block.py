@@ -1,4 +1,4 @@
-"""One decoder layer: pre-norm attention and feed-forward with residuals."""
+"""One decoder layer with pre-norm attention, a feed-forward layer and residual connections."""
 
 import flax.linen as nn
 import jax
@@ -15,8 +15,8 @@ class Block(nn.Module):
     """Maps the residual stream `[B, T, D]` to two outputs: the stream after attention and the feed-forward update.
 
     The feed-forward update is not added yet, because the next layer's norm adds it in the same kernel; the argument
-    `update` is the previous layer's. Without `x` the stream starts with `update`. Also returns the attention's new
-    cache entries and the selection of an indexer.
+    `update` is the previous layer's update. If `x` is None, the stream starts with `update`. Also returns the new cache
+    entries of attention and the indexer's selection.
 
     `layer_cache` is one layer of a cache (returned with the new entries appended), `Recycled`, or None for a pass over
     whole rows. `selection` holds the masks from the last indexer before this layer; layers without an indexer pass them
