@@ -21,7 +21,7 @@ from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
 
-MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products around them
+MAX_ROWS = 64  # with more rows, XLA's fusions are cheap compared with the products around them
 
 
 def append_latents(

@@ -32,7 +32,7 @@ def reference(q, keys, values, mask, scale) -> jax.Array:
     Returns:
         [B, K, T, G, Hv] in q's dtype.
     """
-    # Zero the values that no token attends to, because their weight is 0, but 0 times NaN is NaN.
+    # Zero the values that no token attends to. Their weight is 0, but 0 times NaN is NaN.
     values = jnp.where(mask.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
     scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     # A second `where` after the softmax gives zeros to tokens that attend to nothing.

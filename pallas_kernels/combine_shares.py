@@ -34,7 +34,7 @@ def combine_shares_reference(outputs, log_sums, *, dtype):
 def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
     """Averages the shares of each query row, weighted by their softmax sums (flash decoding).
 
-    The result is [B, T, K, G, Hv] in `dtype`, with tokens before heads because the next product reads them so.
+    The result is [B, T, K, G, Hv] in `dtype`, with tokens before heads because the next product needs this order.
 
     Args:
         outputs: [B, K, Z, T, G, Hv] float32, the attention over each of Z shares of the slots.

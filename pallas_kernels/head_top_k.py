@@ -88,7 +88,7 @@ def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=Fa
 
 
 def _num_block_rows(num_rows: int) -> int:
-    """Returns the rows per block, which are the minimum for tensor cores or enough to fill an H100's tensor core."""
+    """Returns the rows per block, 16 (the minimum for tensor cores) or 64 (enough to fill an H100's tensor cores)."""
     return 16 if num_rows <= 16 or is_batch_invariant() else 64
 
 

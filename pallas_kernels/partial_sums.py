@@ -1,4 +1,4 @@
-"""`PartialSums`, the result of a matmul in parts, which the op that reads the result adds."""
+"""`PartialSums`, the parts of a matmul's result, which are added by the op that reads them."""
 
 import dataclasses
 import functools

@@ -29,7 +29,7 @@ class Routing:
         k: Experts per token.
         scoring: "sigmoid" or "softmax", the function that maps logits to scores.
         num_groups: Number of groups of consecutive experts; 1: no groups.
-        num_kept_groups: Number of groups, with the largest sums of their two best scores, that a token may choose from.
+        num_kept_groups: Number of groups that a token may choose from, ranked by the sum of their two best scores.
         normalises: Whether to divide the weights by their sum.
         factor: Factor that multiplies the weights.
     """

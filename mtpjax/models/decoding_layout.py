@@ -86,7 +86,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
 
 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
-    """Gives the config one key/value head per `tensor` device if it has fewer and can copy each equally often."""
+    """Sets one key/value head per `tensor` device if the config has fewer heads and can copy each equally often."""
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
     has_copies = config.attention == "grouped" and not config.has_sliding_layers and heads < parts
     fits = has_copies and parts % heads == 0 and config.num_attention_heads % parts == 0

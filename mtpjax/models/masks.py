@@ -87,7 +87,7 @@ def _visible_slots(
     width = positions.shape[1]
 
     def is_visible(slots: jax.Array) -> jax.Array:
-        """Maps `slots [B, X]` to `[B, T, X]`, True for text up to the token, within the window, and tree ancestors."""
+        """Maps `slots [B, X]` to `[B, T, X]`, True for text up to the token, inside the window, and for ancestors."""
         slots, place = slots[:, None], positions[:, :, None]
         is_text = slots <= place if tree is None else slots < tree.base[:, None, None]
         if window is not None:

@@ -40,7 +40,7 @@ class Trunk(nn.Module):
     Each unrolled layer has parameters `layer_i` and a cache. Decoding uses this form, because a scan would copy every
     weight in each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows, without a
     cache. Training uses this form, because XLA then compiles one layer instead of all. For the backward pass a scanned
-    layer keeps the results of its weight matmuls (`_is_kept`); with `remat` it keeps only its input and recomputes.
+    layer keeps the results of its weight matmuls (`_is_kept`); with `remat` it keeps only its input.
     """
 
     config: ModelConfig
@@ -307,7 +307,7 @@ class MTPModel(nn.Module):
         return multiply_head(hidden, self.head_matrix(index=index))
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
-        """Computes the `k` largest logits without storing all of them; ids that only pad the table are excluded.
+        """Computes the `k` largest logits without storing all logits; ids that only pad the table are excluded.
 
         Returns:
             The k largest logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits

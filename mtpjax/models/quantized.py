@@ -48,9 +48,9 @@ def is_scaled(leaf) -> bool:
 
 
 def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """Multiplies `x [..., D]` by a weight `[D, ...]` whose other axes have total size F; returns `[..., F]`, x's dtype.
+    """Multiplies `x [..., D]` by a weight `[D, ...]` whose other axes have total size F; returns `[..., F]`.
 
-    XLA first dequantises fp8 weights to an array in x's dtype; the kernel does not.
+    The result has x's dtype. XLA first dequantises fp8 weights to an array of that dtype; the kernel does not.
     """
     return partial_product(x, weight, implementation=implementation).total()
 

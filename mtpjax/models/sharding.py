@@ -1,4 +1,4 @@
-"""Splits parameters and states over a mesh, by mapping parameter paths to axis names and these to mesh axes."""
+"""Splits parameters and states over a mesh by mapping parameter paths to axis names and axis names to mesh axes."""
 
 import itertools
 import math

@@ -27,7 +27,7 @@ def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: in
     because `dynamic_update_slice` clamps a start that is too large, which would overwrite valid entries.
     """
     rows = as_stored(rows, buffer.dtype)
-    # Use a plain update for a batch of one: XLA does it in place, whereas the batched form becomes a loop on a CPU.
+    # For a batch of one, use a plain update, which XLA does in place; the batched form becomes a loop on a CPU.
     if buffer.shape[0] == 1:
         return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
     return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
@@ -162,7 +162,7 @@ def _pin_layout(array: jax.Array) -> jax.Array:
 
 
 class Span(flax.struct.PyTreeNode):
-    """The cache slots that a windowed pass reads, which are the first `sinks` and `size` slots from `begin [B]` on."""
+    """The cache slots that a windowed pass reads, the first `sinks` slots and the `size` slots from `begin [B]` on."""
 
     begin: jax.Array
     sinks: int = flax.struct.field(pytree_node=False)
@@ -172,7 +172,7 @@ class Span(flax.struct.PyTreeNode):
 class Reach(flax.struct.PyTreeNode):
     """`View.mask` in a compact form, which the attention kernels read."""
 
-    base: jax.Array  # [B] number of text slots; each token attends to all of them or, with a window, to those inside
+    base: jax.Array  # [B] number of text slots; each token attends to all of them, or only to those in its window
     ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
     begin: jax.Array | None = None  # [B, T] first text slot inside the window; None: no window
     sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the start that are always attended to

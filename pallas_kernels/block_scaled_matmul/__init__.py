@@ -57,7 +57,7 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
 def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementation="auto") -> PartialSums:
     """Computes `block_scaled_matmul` except for the final sum over parts of the inputs; returns [P, ..., F].
 
-    The multiplication and the total use `dtype` (None: x's dtype), to which the kernel converts x as it loads.
+    The multiplication and the total use `dtype` (None: x's dtype), to which the kernel converts x as it loads it.
     """
     [sums] = partial_matmuls(x, ((weights, scales),), block=block, dtype=dtype, implementation=implementation)
     return sums
@@ -138,7 +138,7 @@ def _forward(x, matrices, block, dtype, chosen):
 def _backward(block, dtype, chosen, residuals, gradients):
     # Differentiate the XLA form, because training has many rows, for which XLA's matmuls are best.
     del chosen
-    # A product is the sum of its parts, so every part's gradient is the product's gradient: use the first part's.
+    # A product is the sum of its parts, so all parts have the product's gradient. Use the gradient of the first part.
     products, pull = jax.vjp(functools.partial(_multiply_xla, block=block, dtype=dtype), *residuals)
     return pull(tuple(part[0].astype(product.dtype) for part, product in zip(gradients, products, strict=True)))
 

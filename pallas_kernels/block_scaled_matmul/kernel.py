@@ -119,7 +119,7 @@ def count_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
 
     Full bandwidth on an H100 needs about 25 KB of loads in flight per processor. Each program keeps three tiles of
     16 KB in flight, so two programs per processor suffice; a program with one-byte weights keeps half a tile in flight
-    on average, so three are needed. Programs that do not fit would form a second wave, as slow as the first.
+    on average, so three are needed. Additional programs would form a second wave that takes as long as the first.
 
     A part has at least 16 inputs per row. With fewer inputs, writing and reading the partial sums would move more than
     half as many bytes as loading the fp8 weights. Only the padded number of rows matters, so a row gets the same bits

@@ -5,10 +5,10 @@ the token's correction.
 
 | op | use | limit on a GPU |
 |---|---|---|
-| `gated_delta_verify` | a few draft tokens: outputs and corrections u, no state | bytes: reads the state |
-| `gated_delta_replay` | the state after the accepted tokens | bytes: XLA reads and writes the state (no kernel) |
-| `gated_delta_steps` | a few committed tokens: outputs and the last state | bytes: reads and writes the state |
-| `gated_delta` | prefill and training, in chunks: outputs and the last state | latency, see the kernels |
+| `gated_delta_verify` | outputs and corrections u for a few draft tokens, no state | bytes of the state, read once |
+| `gated_delta_replay` | the state after the accepted tokens | bytes of the state, read and written by XLA (no kernel) |
+| `gated_delta_steps` | outputs and the last state for a few committed tokens | bytes of the state, read and written |
+| `gated_delta` | outputs and the last state in chunks, for prefill and training | latency, see the kernels |
 
 Verify and replay together move the state three times, for any number W of draft tokens. Keeping the state after each
 token would move it W + 4 times (one read and W writes, then two reads and one write to select one of the states), and
@@ -122,7 +122,7 @@ def _checked_sizes(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[st
     if J % K:
         raise ValueError(f"{J} value heads are not a multiple of {K} key heads")
     if B * T == 0:
-        raise ValueError(f"q {q.shape} holds no tokens")
+        raise ValueError(f"q {q.shape} contains no tokens")
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(v.dtype, jnp.floating):
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, but must have the same floating dtype")
     for name, array in {"log_decay": log_decay, "beta": beta, "state": state}.items():

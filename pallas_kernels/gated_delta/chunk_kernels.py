@@ -126,7 +126,7 @@ def _dot(a, b, **transposed):
 
 
 def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, width):
-    """Scores one chunk of C tokens from q_ref, k_ref [C, padded], log_decay_ref, beta_ref [C] and any segments [T].
+    """Scores one chunk of C tokens from q_ref, k_ref [C, padded], log_decay_ref, beta_ref [C], optional segments [T].
 
     Writes system_ref [C, C], which describes how each correction depends on earlier corrections, and attention_ref
     [C, C], which maps corrections to outputs. Also writes the decays from the incoming state and to the outgoing state,

@@ -72,7 +72,7 @@ def grouped_matmul(
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
     n, k = ids.shape
-    # The kernels support dtypes with a tensor-core form here. For fp8, columns must form pairs, and tiles fit a block.
+    # The kernels support float32 and bfloat16. For fp8, columns must form pairs, and tiles must fit into blocks.
     reason = None
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         reason = f"the kernels support float32 and bfloat16, not {x.dtype}"

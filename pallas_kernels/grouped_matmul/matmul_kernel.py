@@ -135,7 +135,7 @@ def grouped_matmul_kernel(
     table_bytes = sum(array.nbytes for array in route.tables)
     bytes_moved = num_weight_reads * bytes_per_expert
     bytes_moved += num_slabs * (route.num_pairs * K * x.dtype.itemsize + route.bytes_per_slab)
-    # The grid has slabs x blocks in one dimension, which the kernel orders.
+    # The grid is slabs x blocks in one dimension; the kernel orders them.
     grid = (num_slabs * route.num_blocks,)
     run = lambda *operands, platform: pl.pallas_call(
         functools.partial(

@@ -28,7 +28,7 @@ def grouped_outer_product(route, expert_starts, left, right, *, out_dtype, inter
     itemsize, (num_pairs, num_experts) = left.dtype.itemsize, (route.num_pairs, route.num_experts)
     output = jax.ShapeDtypeStruct((num_experts, A, B), out_dtype)
     bytes_read = num_pairs * (itemsize * (A * num_slabs[1] + B * num_slabs[0]) + 4 * num_slabs[0] * num_slabs[1])
-    # The grid has experts x tiles of the result.
+    # The grid is experts x tiles of the result.
     return pl.pallas_call(
         functools.partial(
             _outer_product_body,

@@ -34,7 +34,7 @@ def mix_clamped_experts(
 ) -> jax.Array:
     """Runs each token `x [n, D]` through its chosen experts and sums their weighted outputs; differentiable.
 
-    Arguments are as in `mix_experts` and `activate`. `biases` holds (gate and up `[E, 2, F]`, output `[E, D]`).
+    Arguments are as in `mix_experts` and `activate`. `biases` is (gate and up `[E, 2, F]`, output `[E, D]`).
 
     Raises:
         ValueError: within `pallas_kernels.batch_invariant`, which XLA does not support.

@@ -188,7 +188,7 @@ class LatentAttention(nn.Module):
         return output, entries, selection
 
     def _project(self, x: jax.Array, N: int) -> tuple[PartialSums, jax.Array, PartialSums]:
-        """Projects x to queries `[B, T, N, C + P]` and the latent `[B, T, R + P]`; the down-projections share a launch.
+        """Projects x to queries `[B, T, N, C + P]` and the latent `[B, T, R + P]`; the projections of x share a launch.
 
         The second of the three results is the input of the query projection, either the normalised query latent or x.
         """
