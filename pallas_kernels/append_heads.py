@@ -200,7 +200,7 @@ def _append_heads_kernel(
     *refs, _, _, q_ref, keys_ref, values_ref = refs
     *place_refs, cos_ref, sin_ref, parts_ref = refs[: 5 if is_paged else 4]
     refs = refs[5 if is_paged else 4 :]
-    # Optional inputs come in a fixed order: the bias, then the norms of queries and of keys.
+    # Optional inputs have a fixed order, which is the bias, then the norms of queries and of keys.
     bias_ref = refs.pop(0) if has_bias else None
     norm_refs = refs if has_norms else (None, None)
     G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])

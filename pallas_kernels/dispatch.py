@@ -110,7 +110,7 @@ def choose(
     # With "auto", kernels need a GPU.
     if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
-    # Use the fastest implementation that was measured on this kind of device, else the default rule.
+    # Use the fastest implementation that was measured on this kind of device, or else the default rule.
     measured = _fastest(_process.measured.get(op, ()), shape)
     kernels = [name for name in offered if name != "xla"]  # Pallas kernel first
     by_rule = kernels[0] if kernels and op in _process.kernel_by_rule and _process.kernel_by_rule[op](shape) else "xla"

@@ -110,7 +110,7 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
 
 
 def _num_columns(F: int, *, is_float32: bool) -> int:
-    """Returns the columns per program: the largest number that still gives nearly every processor a program.
+    """Returns the largest number of columns per program that still gives nearly every processor a program.
 
     Gate times up needs complete sums, so with few columns the inputs cannot be split over programs instead.
     """

@@ -25,8 +25,8 @@ def head_top_k(
 
     Values are in descending order; among equal logits the lower column comes first, as in `jnp.argmax` and
     `jax.lax.top_k`. The head is cast to hidden's dtype and sums are float32. The kernel multiplies float32 at full
-    precision, XLA at JAX's default precision. For up to 16 rows, the kernel sums in a fixed order; for more rows, the
-    order may differ. The kernel does not support logits that are -inf or NaN. Not differentiable.
+    precision, and XLA at JAX's default precision. For up to 16 rows, the kernel sums in a fixed order; for more rows,
+    the order may differ. The kernel does not support logits that are -inf or NaN. Not differentiable.
 
     Args:
         hidden: [..., D] float32, bfloat16 or float16.

@@ -29,7 +29,7 @@ L2_GROUP = 16
 
 
 class LossTerms(NamedTuple):
-    """Losses per row, float32.
+    """The float32 losses of each row.
 
     p is the trunk's distribution, a target without gradient; q is a draft's distribution.
     """

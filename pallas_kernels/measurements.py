@@ -36,7 +36,7 @@ def path(device_kind: str | None = None) -> pathlib.Path:
 def read(device_kind: str | None = None) -> dict[str, list]:
     """Reads the times measured on a kind of device.
 
-    A damaged file counts as empty, with a warning.
+    A damaged file is treated as empty, with a warning.
 
     Returns:
         Cells `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`, in a list for each op.

@@ -47,9 +47,9 @@ def route_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses experts and their weights for each token.
 
-    Logits are float32, because their last bits decide between experts. Scores plus bias select first the groups, then
-    the experts within them; ties go to the lowest index. The weights are the scores without bias. Only "xla" is
-    differentiable, through the weights.
+    Logits are float32, because their last bits decide between experts. The scores plus the bias first select the
+    groups, then the experts within them; ties go to the lowest index. The weights are the scores without the bias. Only
+    "xla" is differentiable, through the weights.
 
     Args:
         x: [n, D] floating.

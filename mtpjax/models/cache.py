@@ -40,7 +40,7 @@ def empty_cache(
     """Makes a zero-filled cache.
 
     Args:
-        kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
+        kinds: kind of each layer, such as `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
         dtype: activation dtype. Recurrent layers store the convolution inputs in this dtype, and the state in float32.
@@ -77,7 +77,7 @@ def commit(cache: Cache, length: jax.Array) -> Cache:
 
 
 def reset_rows(cache: Cache, is_new: jax.Array) -> Cache:
-    """Empties the rows `is_new [B]` for new texts: length 0 and zero recurrent states."""
+    """Empties the rows `is_new [B]` for new texts by zeroing their lengths and recurrent states."""
     emptied = _map_layers(cache, lambda attention, entries: attention.reset(entries, is_new))
     return emptied.replace(length=jnp.where(is_new, 0, cache.length))
 
@@ -142,7 +142,7 @@ def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
 
 
 def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, storage: Storage = CONTIGUOUS) -> Cache:
-    """Moves the accepted entries of a draft tree to adjacent slots: slot `start + path[:, j]` moves to `start + j`.
+    """Moves the accepted entries of a draft tree to adjacent slots, from `start + path[:, j]` to `start + j`.
 
     Args:
         start: `[B]` int32 first slot of the tree.
@@ -153,7 +153,7 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, sto
 
     def move(kept: jax.Array) -> jax.Array:
         axis = kept.ndim - 2
-        # Read the whole tree first: an entry may move to a slot whose entry must itself move.
+        # Read the whole tree first, because an entry may move to a slot whose own entry still has to move.
         tree = storage.read(kept, start, width)
         place = jnp.expand_dims(path, tuple(other for other in range(1, kept.ndim) if other != axis))
         return storage.write(kept, jnp.take_along_axis(tree, place, axis=axis), start)

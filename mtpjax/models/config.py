@@ -1,4 +1,4 @@
-"""`ModelConfig`: the static, hashable description of an architecture."""
+"""`ModelConfig`, the static, hashable description of an architecture."""
 
 import dataclasses
 import functools
@@ -146,7 +146,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     num_tokens: int = 0
 
-    # Full attention: grouped-query, or multi-head latent.
+    # Full attention, which is grouped-query or multi-head latent.
     attention: Literal["grouped", "latent"] = "grouped"
     num_key_value_heads: int = 0
     head_dim: int = 0
@@ -164,7 +164,7 @@ class ModelConfig:
     v_head_dim: int = 0
     latent_norm_eps: float = 1e-6
 
-    # Sparse latent attention: an indexer selects the keys of each query.
+    # Sparse latent attention, in which an indexer selects the keys for each query.
     index_topk: int = 0
     index_n_heads: int = 0
     index_head_dim: int = 0

@@ -27,7 +27,7 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
         The changed parameters, which are the stacks (with bit-identical experts) and the placement.
     """
     stacks = {name: experts[name] for name in STACKS if name in experts}
-    # For each new slot, the slot that currently holds its expert (with several copies, the first one).
+    # Find, for each new slot, the slot that currently holds its expert (the first one if there are several copies).
     source = experts["placement"]["slots_of_expert"][placement["expert_of_slot"], 0]
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in AXES if name in mesh.shape}

@@ -72,8 +72,8 @@ def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
 def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
     """Places one layer's experts.
 
-    First, each extra slot goes to the expert with the most tokens per copy. Then slots are assigned to devices in order
-    of decreasing load, each to the least loaded device that has a free slot.
+    First, each extra slot is given to the expert with the most tokens per copy. Then slots are assigned to devices in
+    order of decreasing load, each to the least loaded device that has a free slot.
 
     Args:
         counts: `[E]` tokens that chose each expert.

@@ -55,9 +55,9 @@ def cached_view(
         num_valid: `[B]` number of leading tokens that are certain to be committed, if that is known before the pass;
             recurrent layers then advance their state at once. None: acceptance decides later.
         tree: the tokens form a draft tree. None: each token follows the previous one.
-        window: (window size, number of sinks). A token attends to the newest positions within the window, itself
-            included, and to the first slots, the sinks. Other slots are not read. None: a token attends to all text
-            before it.
+        window: (window size, number of sinks). A token attends to the newest positions within the window, including its
+            own, and to the first slots (the sinks). Other slots are not read. None: a token attends to all text before
+            it.
         is_used: `[B, T]` bool, True for tokens whose outputs are read. The others (free rows and padding) are not
             routed to experts. None: all are used.
     """

@@ -1,4 +1,4 @@
-"""The whole model as a Flax linen module: trunk, MTP modules, shared embedding and head."""
+"""The whole model as a Flax linen module, with trunk, MTP modules, and shared embedding and head."""
 
 import functools
 from collections.abc import Callable

@@ -153,7 +153,7 @@ CONTIGUOUS = ContiguousRows()
 def _pin_layout(array: jax.Array) -> jax.Array:
     """Keeps a cache array in row-major order on one device.
 
-    Without the constraint XLA may transpose the caches inside or around the loop. On a mesh the array stays
+    Without the constraint, XLA may transpose the caches inside or around the loop. On a mesh, the array stays
     unconstrained, because the partitioner would gather it.
     """
     if jax.sharding.get_abstract_mesh().size > 1:
@@ -196,7 +196,7 @@ class View(flax.struct.PyTreeNode):
     angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
     mask: jax.Array  # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size]
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
-    segment_ids: jax.Array | None = None  # [B, T] documents of packed rows
+    segment_ids: jax.Array | None = None  # [B, T] document ids in packed rows
     num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
     span: Span | None = None  # None: the whole cache is read
     reach: Reach | None = None  # set in a pass with a cache

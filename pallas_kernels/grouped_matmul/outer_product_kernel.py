@@ -21,7 +21,7 @@ def grouped_outer_product(route, expert_starts, left, right, *, out_dtype, inter
     token. Sums are float32; the result has dtype `out_dtype`.
     """
     A, B = left.shape[1], right.shape[1]
-    # Bottleneck: multiplications. The result's tile is as large as registers can hold; each step adds `depth` pairs.
+    # The result's tile is as large as registers can hold; each step adds `depth` pairs.
     max_size, depth = (32, 16) if left.dtype == jnp.float32 else (128, 32)
     tile = [max(MIN_ROWS, min(max_size, pl.next_power_of_2(size))) for size in (A, B)]
     num_slabs = pl.cdiv(A, tile[0]), pl.cdiv(B, tile[1])

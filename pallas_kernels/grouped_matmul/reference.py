@@ -79,7 +79,7 @@ def _read_expert(stack, scales, expert, block, dtype):
 def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     """Sorts rows by expert, pads each expert's rows to blocks, and computes one product per block; drops no token.
 
-    Differentiable. Shapes are static: there are at most `n k / block + E` blocks, whatever the router chooses.
+    Differentiable. Shapes are static, because there are at most `n k / block + E` blocks for any choice of experts.
     """
     n, k = ids.shape
     E = gate_up.shape[0]

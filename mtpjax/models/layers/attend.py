@@ -57,7 +57,7 @@ def attend(
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     joined = joined * scale
     if sinks is not None:
-        # A sink is an additional column of the softmax: it takes a share of the weight but has no value.
+        # A sink is an additional column of the softmax, which takes a share of the weight but has no value.
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, :, None], (*joined.shape[:-1], 1))
         joined = jnp.concatenate([joined, sink], axis=-1)
     weights = jax.nn.softmax(joined, axis=-1).astype(q.dtype)

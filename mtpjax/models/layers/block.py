@@ -12,7 +12,7 @@ from pallas_kernels.partial_sums import PartialSums
 
 
 class Block(nn.Module):
-    """Maps the residual stream `[B, T, D]` to two outputs: the stream after attention and the feed-forward update.
+    """Maps the residual stream `[B, T, D]` to the stream after attention and, separately, the feed-forward update.
 
     The feed-forward update is not added yet, because the next layer's norm adds it in the same kernel; the argument
     `update` is the previous layer's update. If `x` is None, the stream starts with `update`. Also returns the new cache
@@ -47,7 +47,7 @@ class Block(nn.Module):
         x, normed = add_and_norm("norm_attention")(x, update)
         own_view = view.of_layer(is_sliding=self.kind.is_sliding)
         attended, entries, selection = attention(normed, own_view, layer_cache, selection)
-        # Feed-forward: experts or one dense SwiGLU. A pass with a cache needs no gradients.
+        # The feed-forward layer is experts or one dense SwiGLU. A pass with a cache needs no gradients.
         x, normed = add_and_norm("norm_feed_forward")(x, attended)
         if self.kind.is_moe:
             limits = self.kind.expert_limit, self.kind.dense_limit

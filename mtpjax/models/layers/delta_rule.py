@@ -75,7 +75,7 @@ class DeltaRule(nn.Module):
             is_valid = (jnp.arange(T)[None, :] < view.num_valid[:, None])[:, :, None]
             beta, log_decay = jnp.where(is_valid, beta, 0), jnp.where(is_valid, log_decay, 0)
 
-        # 4. Apply the rule: with a deferred commit, in chunks, or token by token.
+        # 4. Apply the rule with a deferred commit, in chunks, or token by token.
         q, k, v = (part.astype(x.dtype) for part in (q, k, v))
         rule, implementation = (q, k, v, log_decay, beta, state), self.implementation
         if layer_cache is not None and view.num_valid is None:
@@ -106,7 +106,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    """Convolves each channel causally: `inputs [B, C-1+T, K, channels]`, `taps [K, channels, C]` -> `[B, T, …]`.
+    """Convolves `inputs [B, C-1+T, K, channels]` causally with `taps [K, channels, C]`; returns `[B, T, K, channels]`.
 
     With `segment_ids [B, T]`, inputs of other documents count as zero.
     """

@@ -47,7 +47,7 @@ def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
     storage, span = view.storage, view.span
     if span is None:
         return (jax.tree.map(lambda kept: storage.first(kept, view.mask.shape[2]), entries),), (view.mask,)
-    # A window reads two ranges of slots: the sinks at the start, and the newest slots.
+    # A window reads two ranges of slots, which are the sinks at the start and the newest slots.
     oldest = jax.tree.map(lambda kept: storage.first(kept, span.sinks), entries)
     newest = jax.tree.map(lambda kept: storage.read(kept, span.begin, span.size), entries)
     return (oldest, newest), (view.mask[:, :, : span.sinks], view.mask[:, :, span.sinks :])
