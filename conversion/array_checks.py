@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# By dtype: an unsigned type of the same width, the smallest bit pattern that is infinite or NaN, and a mask that
-# removes the sign. float8_e4m3fn has no infinity, and one NaN.
+# For each dtype, an unsigned type of the same width, the smallest bit pattern that is infinite or NaN, and a mask that
+# removes the sign. float8_e4m3fn has no infinity and only one NaN.
 _NONFINITE = {
     "float32": (np.uint32, 0x7F800000, 0x7FFFFFFF),
     "float16": (np.uint16, 0x7C00, 0x7FFF),
@@ -21,11 +21,11 @@ def count_nonfinite(array: np.ndarray) -> int:
         array: any shape; float32, float16, bfloat16 or float8_e4m3fn.
 
     Returns:
-        The count; 0 for every other dtype.
+        The count, which is 0 for every other dtype.
     """
     if array.dtype.name not in _NONFINITE or not array.size:
         return 0
-    # Compare bit patterns: NumPy's isfinite would first cast bfloat16 and fp8 to float32.
+    # Compare bit patterns, because NumPy's isfinite would first cast bfloat16 and fp8 to float32.
     kind, least, mask = _NONFINITE[array.dtype.name]
     bits = array.reshape(-1).view(kind) & kind(mask)
     return int(np.count_nonzero(bits >= least)) if bits.max() >= least else 0
@@ -44,7 +44,7 @@ def streams_equal(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> b
             if not left[side].size:
                 block = next(stream, None)
                 left[side] = np.empty(0) if block is None else block.reshape(-1)
-        # Compare as many elements as both sides hold; the streams are equal if both end together.
+        # Compare as many elements as both sides have. The streams are equal if both end at the same time.
         count = min(left[0].size, left[1].size)
         if not count:
             return not max(left[0].size, left[1].size)

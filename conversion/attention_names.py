@@ -1,4 +1,4 @@
-"""Tensor names of attention layers, one function per kind of attention.
+"""Maps the tensor names of attention layers, with one function per kind of attention.
 
 Axes in comments and names: D model width, N query heads, K key/value heads, G query heads per key/value head, H head
 width.
@@ -18,11 +18,11 @@ Specs = dict[str, ParamSpec]  # by parameter name within the layer's attention
 def grouped_names(
     config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout, *, input_size: int | None = None
 ) -> Specs:
-    """Maps grouped-query attention: the q, k and v projections become one array `qkv [D, K, G + 2, H]`.
+    """Maps grouped-query attention, whose q, k and v projections become one array `qkv [D, K, G + 2, H]`.
 
-    On the third axis, G queries of a key/value head come first, then its key and its value. With an output gate, G
-    gates follow, and `q_proj` stores each head's query and gate next to each other. `input_size` is the input width if
-    it differs from the model's.
+    The third axis contains the G queries of a key/value head, then its key and its value. With an output gate, G gates
+    follow, and `q_proj` stores each head's query and gate next to each other. `input_size` is the input width if it
+    differs from the model's.
     """
     prefix, config = f"{prefix}self_attn.", config.of_layer(kind)
     D, K, H, V = input_size or config.hidden_size, config.num_key_value_heads, config.head_dim, config.value_dim
@@ -32,7 +32,7 @@ def grouped_names(
     def slices(kind: str, *inputs: int) -> list[TensorSlice]:
         """Lists the slices of the weights, or of the biases, which have no input axis."""
         front = len(inputs)
-        # A weight `[heads * H, D]` is factored into `[K, heads, H, D]`, and its input axis moved to the front.
+        # A weight `[heads * H, D]` is factored into `[K, heads, H, D]`, and its input axis is moved to the front.
         axes = (3, 0, 1, 2) if front else (0, 1, 2)
 
         def of(name, heads, place, select=(), split=None) -> TensorSlice:
@@ -46,7 +46,7 @@ def grouped_names(
             # All rows of `q_proj` are queries.
             queries = [of("q", G, slice(0, G))]
         else:
-            # The rows of each head are its query, then its gate.
+            # The rows of each head contain its query, then its gate.
             split = (K, G, 2, H)
             queries = [
                 of("q", G, slice(0, G), (ALL, ALL, 0), split),
@@ -55,7 +55,7 @@ def grouped_names(
         values = [of("v", 1, slice(G + 1, G + 2))] if V == H else []
         return [*queries, of("k", 1, slice(G, G + 1)), *values]
 
-    # The third axis holds the queries, the key, the value (unless its width differs), and the gates if there are any.
+    # The third axis contains the queries, the key, the value (unless its width differs), and the gates, if any.
     heads = G + 1 + (V == H) + (G if gates == 2 else 0)
     specs = {"qkv": ParamSpec((D, K, heads, H), tuple(slices("weight", D)), in_axis=-4)}
     if V != H:
@@ -85,13 +85,13 @@ def _by_heads(name: str, heads: int, width: int, inputs: int) -> ParamSpec:
 def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:
     """Maps multi-head latent attention (DeepSeek-V2), and the indexer (DeepSeek-V3.2) if the layer has one.
 
-    `kv_b_proj` holds the up-projections of keys and values head by head; they become `key_up [N, C, R]` and
+    `kv_b_proj` contains the up-projections of keys and values, head by head. They become `key_up [N, C, R]` and
     `value_up [N, R, V]`, so that decoding can absorb them into queries and outputs.
     """
     prefix = f"{prefix}self_attn."
     D, N, R = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     C, P, V, L = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.q_lora_rank
-    # Both slices read `kv_b_proj [N * (C + V), R]`: the first C rows of each head are keys, the others values.
+    # Both slices read `kv_b_proj [N * (C + V), R]`. The first C rows of each head are keys, and the others are values.
     up = {"name": f"{prefix}kv_b_proj.weight", "shape": (N * (C + V), R), "split": (N, C + V, R), "target": (ALL,) * 3}
     specs = {
         "latent_down": linear(f"{prefix}kv_a_proj_with_mqa.weight", D, R + P),
@@ -102,7 +102,7 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
         ),
         "output": linear(f"{prefix}o_proj.weight", N * V, D),
     }
-    # Queries have a separate latent vector, or are projected directly.
+    # Queries either have a separate latent vector or are projected directly.
     if L:
         specs["query_down"] = linear(f"{prefix}q_a_proj.weight", D, L)
         specs["norm_query/scale"] = copied(f"{prefix}q_a_layernorm.weight", L)
@@ -126,10 +126,10 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
 
 
 def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:
-    """Maps gated delta rule attention (Qwen3-Next, Qwen3.5): projections and convolution, arranged by key head.
+    """Maps the projections and the convolution of gated delta rule attention (Qwen3-Next, Qwen3.5), by key head.
 
-    `qkvz [D, K, ...]` holds the query, key, values and output gates of a key head, `ba [D, K, 2 G]` the write strengths
-    and decay inputs of its G value heads.
+    For each key head, `qkvz [D, K, ...]` contains the query, the key, the values and the output gates, and
+    `ba [D, K, 2 G]` contains the write strengths and decay inputs of the G value heads.
     """
     prefix = f"{prefix}linear_attn."
     D, K, J = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads
@@ -139,7 +139,7 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
     ends = np.cumsum((0, *widths)).tolist()
 
     def rows(name: str, shape: tuple[int, ...], at: Callable[[slice], tuple], **how) -> list[TensorSlice]:
-        """Slices a tensor that holds all queries, then all keys, then all values, each for all key heads."""
+        """Slices a tensor that contains the queries of all key heads, then all keys, and then all values."""
         made, begin = [], 0
         for width, first, last in zip(widths, ends[:3], ends[1:], strict=False):
             cut, split = (begin, begin + K * width), (K, width, *shape[1:])
@@ -160,7 +160,7 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
             tensor_slice(f"{prefix}in_proj_{name}.weight", (J, D), (ALL, ALL, place), split=(K, G, D), axes=(2, 0, 1))
             for name, place in (("b", slice(0, G)), ("a", slice(G, None)))
         ]
-    # The convolution runs over queries, keys and values, with one filter of C taps per channel.
+    # The convolution processes queries, keys and values, with one filter of C taps per channel.
     taps = rows(f"{prefix}conv1d.weight", (K * ends[3], 1, C), lambda place: (ALL, place, ALL), select=(ALL, ALL, 0))
     return {
         "qkvz": ParamSpec((D, K, ends[4]), tuple(qkvz), in_axis=-3),
@@ -173,7 +173,7 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
     }
 
 
-# By `LayerKind.attention`, as in `mtpjax.models.attention_kinds`. Each function takes the config, the layer's kind, the
+# The keys are `LayerKind.attention`, as in `mtpjax.models.attention_kinds`. The arguments are the config, the kind, the
 # prefix of the layer's tensor names (such as "model.layers.0.") and the family's layout.
 ATTENTION_NAMES: dict[str, Callable[[ModelConfig, LayerKind, str, Layout], Specs]] = {
     "grouped": grouped_names,

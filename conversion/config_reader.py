@@ -1,4 +1,4 @@
-"""Typed, checked access to the values of a `config.json`, which is untrusted."""
+"""Reads the values of a `config.json`, and checks their types and ranges, because the file is untrusted."""
 
 import math
 from typing import Any
@@ -11,13 +11,13 @@ LIMIT = 2**31  # every integer of a configuration must be smaller
 class ConfigReader:
     """Reads the values in a JSON object, and records the keys that were read.
 
-    If a value has the wrong type or is out of range, every method raises `ConfigError`; its one-line message has the
-    key and the value. Null counts as missing.
+    If a value has the wrong type or is out of range, every method raises a `ConfigError`, whose one-line message
+    contains the key and the value. Null counts as missing.
 
     Attributes:
         values: the object.
         seen: the keys that were read.
-        names: the keys that the object uses instead of the usual keys, by usual key.
+        names: for each usual key that the object replaces, the key that it uses instead.
         unknown_within: keys in nested objects that were not read, as `section.key`.
     """
 
@@ -27,7 +27,7 @@ class ConfigReader:
 
     def get(self, key: str) -> Any:
         """Returns the unchecked value of `key`, or `None`."""
-        # `parse_config` warns about keys that were not read: they may change what the model computes.
+        # `parse_config` warns about keys that were not read, because they may change what the model computes.
         key = self.names.get(key, key)
         self.seen.add(key)
         return self.values.get(key)
@@ -38,7 +38,7 @@ class ConfigReader:
         return default if value is None else value, self.names.get(key, key)
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """Returns an integer of at least `low`; without a default, the key is required."""
+        """Returns an integer of at least `low`. Without a default, the key is required."""
         value, key = self._value(key, default)
         if value is None:
             raise ConfigError(f"config.json lacks {key}")
@@ -63,7 +63,7 @@ class ConfigReader:
         return value
 
     def items(self, key: str, kind: type | tuple[type, ...]) -> tuple:
-        """Returns a list whose items are all of one type (or several), as a tuple; empty if missing."""
+        """Returns a list whose items have one of the given types, as a tuple, or () if the key is missing."""
         value, key = self._value(key, [])
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
             names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
@@ -91,14 +91,14 @@ class ConfigReader:
         return listed[:layers], own[0] if own else None
 
     def section(self, key: str) -> "ConfigReader":
-        """Returns a reader for a nested object; without such an object, the reader is empty."""
+        """Returns a reader for a nested object. The reader is empty if there is no such object."""
         value, key = self._value(key, {})
         if not isinstance(value, dict):
             raise ConfigError(f"config.json: {key} is {value!r}, not an object")
         return ConfigReader(value)
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Rejects an unsupported value; a missing value is accepted."""
+        """Rejects an unsupported value, but accepts a missing value."""
         value, key = self.get(key), self.names.get(key, key)
         if value is not None and value not in allowed:
             supported = f"; supported: {', '.join(map(repr, allowed))}" if allowed else ""

@@ -11,7 +11,7 @@ from mtpjax.errors import ConfigError
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.rope_scaling import RopeScaling
 
-# Families to try for models that were not converted from a checkpoint, the simplest first.
+# Families to try, simplest first, for models that were not converted from a checkpoint.
 ORDER = (
     *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
@@ -21,9 +21,9 @@ ORDER = (
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 # These families list each layer's feed-forward type instead of the number of dense layers.
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
-# Fields determined by the files or the tokenizer, not by `config.json`.
+# Fields that are determined by the files or the tokenizer, not by `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
-# MTP module conventions, which are written if a model's differ from its family's.
+# MTP module conventions, which are written if a model's conventions differ from its family's.
 MTP_CONVENTIONS = (
     *("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"),
     *("mtp_dense", "mtp_output_norm", "mtp_layer_type", "mtp_norm_differs"),
@@ -37,7 +37,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
         model_type: the family to use; by default, the first that fits.
 
     Returns:
-        `(model_type, values)`, where `parse_config(values)` gives `config` again.
+        `(model_type, values)`, where `parse_config(values)` returns a config equal to `config`.
 
     Raises:
         ConfigError: no family can describe the model. The message lists what the closest family cannot express.
@@ -77,13 +77,13 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
     rows: tuple[tuple[bool, str, Any], ...] = (
         (model_type in ("llama", "qwen3"), "n_routed_experts", config.n_routed_experts),
         (model_type == "llama", "use_qk_norm", config.use_qk_norm),
-        # These mixture-of-experts classes have no dense form.
+        # These mixture-of-experts classes do not support dense models.
         (model_type in ("qwen3_moe", "hy_v3", "ernie4_5_moe"), "n_routed_experts", not is_moe),
         # Qwen3-Next and a few others mix dense and expert layers; Qwen3.5 does not.
         (model_type.startswith("qwen3_5"), "mlp_only_layers", dense),
         (model_type not in mixes_dense, "mlp_only_layers", config.mlp_only_layers),
         (model_type in QWEN_HYBRID, "n_routed_experts", is_moe == (model_type in ("qwen3_5", "qwen3_5_text"))),
-        # In MiMo-V2, layers with a window have twice as many key/value heads as the others, and have attention sinks.
+        # In MiMo-V2, layers with a window have attention sinks and twice as many key/value heads as the other layers.
         (model_type == "mimo_v2_flash", "sliding_num_key_value_heads", not doubled),
         (model_type == "mimo_v2_flash", "attention_sinks", config.attention_sinks != "sliding"),
         (model_type == "deepseek_v32", "indexer_types", "shared" in config.indexer_types),
@@ -98,7 +98,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     # Keys that every family has.
     names = [*same, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"]
     names += ["partial_rotary_factor", "attention_bias", *(["use_qk_norm"] if config.use_qk_norm else [])]
-    # Attention: latent (MLA) with an optional indexer, or grouped (GQA); some layers may be linear.
+    # Attention is latent (MLA) with an optional indexer, or grouped (GQA). Some layers may have linear attention.
     if config.attention == "latent":
         names += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         names += ["rope_interleave"]
@@ -112,8 +112,8 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
     values |= _experts(config, model_type)
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    # Add keys that differ from ModelConfig's fields, and keys that transformers needs: its default number of key heads
-    # is different, and it replaces an empty list of indexer types with a pattern.
+    # Add keys that differ from ModelConfig's fields, and keys that transformers needs because its default number of key
+    # heads is different and it replaces an empty list of indexer types with a pattern.
     if config.attention == "latent":
         values["num_key_value_heads"] = config.num_attention_heads
     if config.index_topk and not config.indexer_types:
@@ -153,7 +153,7 @@ def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the `config.json` keys for MTP modules: their count, and any conventions that differ from the family's."""
+    """Makes the `config.json` keys for the number of MTP modules and any conventions that differ from the family's."""
     family = FAMILIES[model_type]
     key = "mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"
     values: dict[str, Any] = {key: config.num_mtp_modules}
@@ -196,7 +196,7 @@ def _rope_by_type(config: ModelConfig) -> dict[str, tuple[RopeScaling | None, fl
 
 
 def _step_lists(config: ModelConfig) -> dict[str, Any]:
-    """Makes Step-3.5's lists: one entry per layer, then one per MTP module."""
+    """Makes Step-3.5's lists, which have one entry per layer and then one per MTP module."""
     types = [*config.layer_types, *[config.mtp_layer_type] * config.num_mtp_modules]
     rope = _rope_by_type(config)
     values: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Assembles tensors for Hugging Face files from parameters, block by block: the inverse of loading."""
+"""Assembles tensors for Hugging Face files from parameters, block by block, which is the inverse of loading."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -13,7 +13,7 @@ ReadParam = Callable[[str, tuple[slice, ...]], np.ndarray]  # (name of a stored 
 
 
 class TensorAssembler:
-    """Makes tensors from parameters that are read part by part."""
+    """Assembles tensors from parameters that are read in parts."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class TensorAssembler:
         self.read, self.scaled, self.tied, self.scales = read, scaled, tied, scales
         self.fp8_tensor = {scale: name for name, scale in scales.names.items()}
         self.parts: dict[str, list[tuple[str, ParamSpec, TensorSlice]]] = {}
-        # Loading maps a parameter to its slices; exporting needs the inverse, from a tensor to its slices.
+        # Loading maps each parameter to its slices. Exporting needs the inverse, a map from each tensor to its slices.
         for path, spec in specs.items():
             for piece in spec.slices:
                 self.parts.setdefault(piece.name, []).append((path, spec, piece))
@@ -45,7 +45,7 @@ class TensorAssembler:
         if name in self.fp8_tensor:
             yield self._scale_tensor(self.fp8_tensor[name], entry)
             return
-        # Several slices can share rows of a tensor, such as the query and the gate in `q_proj`. Cut them at the same
+        # Several slices, such as the query and the gate in `q_proj`, can share rows of a tensor. Cut them at the same
         # rows, and yield a block once all of them have filled it.
         groups: dict[tuple[int, int], list[tuple[str, ParamSpec, TensorSlice]]] = {}
         for part in self.parts[name]:
@@ -64,11 +64,11 @@ class TensorAssembler:
         index, kept = _index(piece, spec.shape)
         if path not in self.scaled:
             return self.read(path, index)[kept].astype(dtype, copy=False)
-        # From fp8 to fp8, copy the values; `_scale_tensor` makes the scales.
+        # If the parameter and the tensor are both fp8, copy the values. `_scale_tensor` makes the scales.
         values = self.read(f"{path}/values", index)
         if dtype == E4M3:
             return values[kept]
-        # All scales along the input axis are read, because a part may start inside a block.
+        # Read all scales along the input axis, because a part may start inside a block.
         axis, block = self.scaled[path]
         whole = list(index)
         whole[axis] = slice(0, -(-spec.shape[axis] // block))
@@ -76,7 +76,7 @@ class TensorAssembler:
         return dequantize(values, scales, axis % len(spec.shape), block, index[axis].start)[kept].astype(dtype)
 
     def _scale_tensor(self, name: str, entry: TensorEntry) -> np.ndarray:
-        """Makes an fp8 tensor's scales. The parameter repeats them along rows, so keep one row per block."""
+        """Makes an fp8 tensor's scales. The parameter repeats them along rows, so only one row per block is kept."""
         # Assemble one row of scales per row of the weight, as in the parameter.
         rows = np.empty((self.parts[name][0][2].shape[0], entry.shape[1]), np.float32)
         for path, spec, piece in self.parts[name]:
@@ -86,7 +86,7 @@ class TensorAssembler:
 
 
 def _index(piece: TensorSlice, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:
-    """Returns the slice's target as slices only, and an index that then drops the axes that were integers."""
+    """Returns the slice's target with slices instead of integers, and an index that drops the axes of the integers."""
     index = tuple(
         slice(*place.indices(size)[:2]) if isinstance(place, slice) else slice(place, place + 1)
         for place, size in zip(piece.target, shape, strict=True)

@@ -29,8 +29,8 @@ from mtpjax.errors import CheckpointError, CheckpointFileError
 from mtpjax.models.config import ModelConfig
 
 ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantized tensors, by name
-# Small files that belong to a checkpoint, by their usual names. Other files are not copied: plots, logs, results, and
-# the description of the whole model.
+# The usual names of small files that belong to a checkpoint. Other files, such as plots, logs, results and the
+# description of the whole model, are not copied.
 CHECKPOINT_FILES = (
     *("generation_config.json", "tokenizer*.json", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -39,7 +39,7 @@ CHECKPOINT_FILES = (
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # the code that auto_map refers to
 )
 
-# The architecture under which engines load an export; "MtpForCausalLM" for families that are not listed.
+# The architecture that engines use for an export. It is "MtpForCausalLM" for families that are not listed.
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekMTPForCausalLM",
     "deepseek_v32": "DeepseekV32MtpForCausalLM",
@@ -56,7 +56,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
 
     Args:
         source: a full Hugging Face checkpoint.
-        target: the folder to write. It appears only when it is complete; an older export is replaced.
+        target: the folder to write, which appears only when it is complete. An older export is replaced.
         model_type: the family to use instead of the one in `config.json`.
         progress: called with the size in bytes of each written block.
 
@@ -76,7 +76,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
                 f"{files.path} has no MTP modules: config.json states none (num_nextn_predict_layers, "
                 "mtp_num_hidden_layers), and the files contain none"
             )
-        # Choose the modules' tensors and their new names. Scales are omitted, since fp8 becomes bfloat16.
+        # Choose the modules' tensors and their new names. Omit scales, because fp8 becomes bfloat16.
         sources = {}  # new name -> name in the checkpoint
         for name in files.tensors:
             new = exported_name(name, config, plan.layout)
@@ -108,7 +108,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
 
 
 def belongs_to_checkpoint(name: str) -> bool:
-    """Returns whether a file is copied to an export: tokenizer, chat template, generation settings, code, license."""
+    """Returns whether an export includes a file, such as tokenizer, chat template, generation settings or code."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in CHECKPOINT_FILES)
 
 
@@ -118,20 +118,20 @@ def is_export(path: pathlib.Path) -> bool:
 
 
 def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
-    """Makes the export's `config.json`: a model whose only layers are the modules."""
-    # Engines read the number of layers, and pick the class by `architectures` and `model_type`.
+    """Makes the export's `config.json`, which describes a model whose only layers are the modules."""
+    # Engines read the number of layers, and choose the class by `architectures` and `model_type`.
     count = plan.config.num_mtp_modules
     family = plan.model_type.removesuffix("_text")
     sizes = {"num_hidden_layers": count, "num_nextn_predict_layers": count}
     values = {**values, **sizes, "first_k_dense_replace": 0, "quantization_config": ""}
     values["architectures"] = [ARCHITECTURES.get(family, "MtpForCausalLM")]
     values["model_type"] = f"{family}_mtp"
-    # A merge keeps the modules' embedding or head if it differs from the trunk's, and omits copies.
+    # These keys make a merge keep the modules' embedding or head if it differs from the trunk's. A merge omits copies.
     if plan.config.mtp_own_embedding:
         values["mtp_use_dedicated_embeddings"] = True
     if plan.config.mtp_own_head:
         values["mtp_use_dedicated_head"] = True
-    # Qwen: modules have full attention, and multimodal configurations nest the sizes.
+    # Qwen's modules have full attention, and multimodal configurations nest the sizes.
     if plan.layout.is_under_mtp:
         values["mtp_num_hidden_layers"] = count
         kinds = {"mtp_num_hidden_layers": count, "layer_types": ["full_attention"] * count}
@@ -139,7 +139,7 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
             values["text_config"] = {**values["text_config"], "num_hidden_layers": count, **kinds}
         else:
             values |= kinds
-    # GLM-5.2: the module runs several times, and reuses the tokens that its indexer selected in the first run.
+    # GLM-5.2's module runs several times, and reuses the tokens that its indexer selected in the first run.
     if plan.config.index_topk and values.get("index_share_for_mtp_iteration"):
         frequency = values.get("index_topk_freq") or 0
         shared = {"index_topk_freq": max(frequency, 2), "index_skip_topk_offset": 0, "index_topk_pattern": "S"}
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-type", default=None, help="family to use instead of the one in config.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    # A faulty checkpoint gives a one-line error; any other error keeps its traceback.
+    # Report a faulty checkpoint in one line. Any other error keeps its traceback.
     try:
         export_mtp(options.input_dir, options.output_dir, model_type=options.model_type)
     except CheckpointError as error:

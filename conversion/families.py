@@ -1,4 +1,4 @@
-"""The supported model families: the settings that their `config.json` leaves out, and their tensor names."""
+"""Defines the supported model families by their tensor names and the settings that their `config.json` omits."""
 
 import dataclasses
 from typing import Any
@@ -13,9 +13,9 @@ class Layout:
     trunk: str = "model."  # prefix of embedding, layers and final norm
     head: str = "lm_head.weight"
     shared_embedding: str = ""  # name of a tied embedding that is stored as the head
-    module_root: str | None = None  # prefix of the modules' names; None: the trunk's prefix, or no prefix before `mtp.`
-    # Where MTP modules are stored: as additional "layers" (DeepSeek, GLM), under "mtp" (Qwen), or in other ways that
-    # `conversion.names.mtp_names` knows: "mtp_each", "mimo", "mimo_v2", "ernie".
+    module_root: str | None = None  # prefix of the modules' names; None means the trunk's, or none before `mtp.`
+    # MTP modules are stored as additional "layers" (DeepSeek, GLM), under "mtp" (Qwen), or in other ways that
+    # `conversion.names.mtp_names` implements ("mtp_each", "mimo", "mimo_v2", "ernie").
     mtp: str = "layers"
     mtp_norm: str = "shared_head.norm"  # final norm of modules that are additional layers; `mtp_head`: their head
     mtp_head: str = "shared_head.head"
@@ -25,7 +25,7 @@ class Layout:
     router: str = "gate"
     correction_bias: str = "gate.e_score_correction_bias"
     has_bias_row: bool = False  # the correction bias is stored as [1, E]
-    experts: str = "mlp"  # the layer's submodule that holds the experts and their router
+    experts: str = "mlp"  # the layer's submodule that contains the experts and their router
     stacks_matrices: bool = False  # each matrix has one tensor for all experts; gate and up are separate
     shared_experts: str = "mlp.shared_experts"
     packed_delta: bool = False  # Qwen3-Next packs the projections of linear attention per key head
@@ -58,8 +58,8 @@ class Family:
     attention: str = "grouped"  # "grouped" (GQA) or "latent" (MLA)
     fixed: Pairs = dataclasses.field(default_factory=dict)  # fields of ModelConfig that `config.json` never states
     architecture: str = ""  # the transformers class that loads the text model
-    # By key of `config.json`: the key that this family uses instead, the default if the key is missing, and the only
-    # supported value.
+    # For each key of `config.json`, the key that this family uses instead, the default if the key is missing, and the
+    # only supported value.
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
     defaults: Pairs = dataclasses.field(default_factory=dict)
     required: Pairs = dataclasses.field(default_factory=dict)
@@ -70,13 +70,13 @@ class Family:
     nulls: tuple[str, ...] = ()  # keys in `NOT_NULL` that are null in published files, where null means the default
 
 
-# Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
+# Qwen3-Next and Qwen3.5 have norms that scale by 1 + weight, gated attention outputs, and a gated shared expert.
 _QWEN_HYBRID = {
     **{"zero_centred_norm": True, "use_qk_norm": True, "attn_output_gate": True, "scoring_func": "softmax"},
     "shared_expert_gate": True,
 }
 _QUARTER_ROTARY = {"partial_rotary_factor": 0.25}
-# DeepSeek-V3 and its relatives: interleaved rotary pairs, and a router with a correction bias per expert.
+# DeepSeek-V3 and its relatives have interleaved rotary pairs, and a router with a correction bias per expert.
 _CORRECTION_BIAS = {"router_correction_bias": True}
 _DEEPSEEK = {"rope_interleave": True} | _CORRECTION_BIAS
 _DEEPSEEK_ROUTING = {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
@@ -86,7 +86,7 @@ _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _PLAIN_ROUTING = _ONE_GROUP | {"routed_scaling_factor": 1.0, "n_shared_experts": 0}
 _NORMALIZED = {"norm_topk_prob": True}
 _NO_SHARED_WIDTH = {"shared_expert_intermediate_size": 0}
-# `attention_bias` adds a bias to q, k, v and the output; in some families' classes, the output has no bias.
+# `attention_bias` adds a bias to q, k, v and the output, except in some families' classes, whose output has no bias.
 _NO_OUTPUT_BIAS = {"attention_output_bias": False}
 # Dense MTP modules that read and pass on hidden states from before the final norms.
 _PRE_NORM_MODULES = {"mtp_hidden_post_norm": False, "mtp_chain_post_norm": False, "mtp_dense": True}
@@ -101,7 +101,7 @@ _QWEN35_MOE = dataclasses.replace(
     architecture="Qwen3_5MoeForCausalLM",
     computes=_PLAIN_ROUTING | _NORMALIZED,
 )
-# Step-3.5-Flash, and the text model of Step-3.7: three dense MTP modules, each with its own head.
+# Step-3.5-Flash and the text model of Step-3.7 have three dense MTP modules, each with a separate head.
 _STEP = Family(
     Layout(
         mtp_norm="transformer.shared_head.norm",
@@ -130,7 +130,7 @@ _STEP = Family(
     has_windows=True,
 )
 
-# By `model_type`. Settings that `config.json` contains are read from there, and not listed here.
+# Families by `model_type`. Settings that `config.json` contains are read from that file, and are not listed here.
 FAMILIES = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
@@ -153,7 +153,7 @@ FAMILIES = {
         architecture="Glm4MoeLiteForCausalLM",
         defaults={"first_k_dense_replace": 1} | _EPSILON | {"routed_scaling_factor": 1.8},
     ),
-    # Kimi-K2.5 and K2.6: DeepSeek-V3's trunk and a vision tower.
+    # Kimi-K2.5 and K2.6 have DeepSeek-V3's trunk and a vision tower.
     "kimi_k25": dataclasses.replace(
         _DEEPSEEK_V3, layout=Layout("language_model.model.", head="language_model.lm_head.weight")
     ),
@@ -181,8 +181,8 @@ FAMILIES = {
         architecture="Qwen3_5MoeForConditionalGeneration",
     ),
     "qwen3_5_moe_text": _QWEN35_MOE,
-    # Qwen3 and Llama have no published MTP modules. mtpjax names their modules as Qwen3.5 does; in older exports, they
-    # are additional layers.
+    # Qwen3 and Llama have no published MTP modules. mtpjax names their modules as Qwen3.5 does. In older exports, the
+    # modules are additional layers.
     "qwen3": Family(
         Layout(mtp="mtp_each"), fixed={"use_qk_norm": True}, architecture="Qwen3ForCausalLM", rotates_part=False
     ),
@@ -201,8 +201,8 @@ FAMILIES = {
         architecture="MiMoForCausalLM",
         rotates_part=False,
     ),
-    # MiMo-V2-Flash: three dense MTP modules with a sliding window, all of which read the trunk's hidden states.
-    # SGLang passes the hidden states before the final norm, vLLM those after it.
+    # MiMo-V2-Flash has three dense MTP modules with a sliding window, all of which read the trunk's hidden states.
+    # SGLang passes the hidden states before the final norm, and vLLM passes those after it.
     "mimo_v2_flash": Family(
         Layout(mtp="mimo_v2", mtp_feed_forward_norm="pre_mlp_layernorm", sinks="attention_sink_bias"),
         fixed=_CORRECTION_BIAS
@@ -263,9 +263,9 @@ FAMILIES = {
         computes=_ONE_GROUP | _NORMALIZED | _NO_SHARED_WIDTH,
         required={"use_cla": False},
     ),
-    # Ernie-4.5: a dense MTP module that reads hidden states before the trunk's final norm and shares that norm, as in
-    # its authors' training code (PaddlePaddle/ERNIE). SGLang and vLLM pass normed states, apply no final norm, and mask
-    # position 0.
+    # Ernie-4.5 has a dense MTP module that reads the hidden states before the trunk's final norm and shares that norm,
+    # as in its authors' training code (PaddlePaddle/ERNIE). SGLang and vLLM pass normed states, apply no final norm,
+    # and mask position 0.
     "ernie4_5_moe": Family(
         Layout(mtp="ernie", correction_bias="moe_statics.e_score_correction_bias", has_bias_row=True),
         fixed=_DEEPSEEK | _PRE_NORM_MODULES | {"scoring_func": "softmax", "mtp_output_norm": "trunk"},
@@ -292,7 +292,7 @@ FAMILIES = {
     ),
 }
 
-# In transformers, null has no meaning for these keys, so a default would be a guess.
+# In transformers, these keys have no defined meaning for null, so a default would be a guess.
 NOT_NULL = (
     *("rms_norm_eps", "layernorm_epsilon", "hidden_act", "max_position_embeddings", "norm_topk_prob", "route_norm"),
     *("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "rope_interleave"),
@@ -300,13 +300,13 @@ NOT_NULL = (
 )
 # Keys of `config.json` that do not change the logits. A warning reports every other unknown key.
 IGNORED_KEYS = {
-    # Names, special tokens, caches, and training (mtpjax trains without dropout or auxiliary losses).
+    # Names, special tokens, caches, and training settings (mtpjax trains without dropout or auxiliary losses).
     *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "use_cache"),
     *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "moe_capacity", "moe_gate"),
-    # Parallelism in other programs: `pretraining_tp` and `ep_size` do not change the sums.
+    # Parallelism in other programs, since `pretraining_tp` and `ep_size` do not change the sums.
     *("pretraining_tp", "ep_size", "attention_chunk_size", "max_seq_len"),
-    # Unused: `use_sliding_window` must be false, and the others only matter with `index_topk`.
+    # Unused keys, since `use_sliding_window` must be false and the others only matter with `index_topk`.
     *("max_window_layers", "sliding_window", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"),
     # Precision of operations that mtpjax computes in float32.
     *("mamba_ssm_dtype", "moe_router_dtype", "enable_moe_fp32_combine", "enable_attention_fp32_softmax"),
@@ -316,8 +316,8 @@ IGNORED_KEYS = {
     *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id", "language_model_only"),
     *("use_unified_vision_chunk", "video_placeholder", "ignore_index", "projector_bias"),
     "understand_projector_stride",
-    # Other keys in the file repeat these: Step-3.5's lists of layers, and gpt-oss's section on rotary embeddings.
+    # Keys that repeat others in the file (Step-3.5's lists of layers, and gpt-oss's section for rotary embeddings).
     *("moe_every_n_layer", "moe_layer_offset", "initial_context_length"),
-    # Read as separate sections.
+    # Keys that are read as separate sections.
     *("text_config", "quantization_config", "quantization", "rope_parameters", "rope_scaling"),
 }

@@ -1,4 +1,4 @@
-"""Tensor names of feed-forward layers, both dense layers and mixtures of experts.
+"""Maps the tensor names of feed-forward layers, both dense layers and mixtures of experts.
 
 Axes in comments and names: D model width, F inner width of a feed-forward layer, E experts.
 """
@@ -17,7 +17,7 @@ def dense_names(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
 
 
 def expert_names(config: ModelConfig, prefix: str, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
-    """Maps a mixture of experts: router, routed experts `gate_up [E, D, 2, F]` and `down [E, F, D]`, shared experts."""
+    """Maps the router, the routed experts (`gate_up [E, D, 2, F]` and `down [E, F, D]`) and the shared experts."""
     D, E, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
     within = f"{prefix}{layout.experts}."
     specs = {"router": linear(f"{within}{layout.router}.weight", D, E)}
@@ -33,7 +33,7 @@ def expert_names(config: ModelConfig, prefix: str, layout: Layout, has: Callable
         up, down = _routed_experts(within, layout, has, (E, D, F))
         specs["gate_up"] = ParamSpec((E, D, 2, F), tuple(up), in_axis=-3)
         specs["down"] = ParamSpec((E, F, D), tuple(down), in_axis=-2)
-    # The shared expert processes every token; Qwen weights its output by a gate.
+    # The shared expert processes every token. Qwen multiplies its output by a gate.
     if config.shared_width:
         name = f"{prefix}{'mlp.shared_expert' if config.shared_expert_gate else layout.shared_experts}."
         specs["shared/gate_up"] = gate_up(name, D, config.shared_width)
@@ -46,14 +46,14 @@ def expert_names(config: ModelConfig, prefix: str, layout: Layout, has: Callable
 def _routed_experts(
     within: str, layout: Layout, has: Callable[[str], bool], sizes: tuple[int, int, int]
 ) -> tuple[list[TensorSlice], list[TensorSlice]]:
-    """Lists the routed experts' slices for gate and up, and for down. `sizes` is (E, D, F)."""
+    """Returns the slices of the routed experts for gate and up, and those for down. `sizes` is (E, D, F)."""
     E, D, F = sizes
-    # Step-3.5 stacks the experts of each matrix: `[E, F, D]` gate and up, `[E, D, F]` down.
+    # Step-3.5 stacks the experts of each matrix, with gate and up `[E, F, D]` and down `[E, D, F]`.
     if layout.stacks_matrices:
         matrices = enumerate(f"{within}{name}_proj.weight" for name in ("gate", "up"))
         up = [_stacked(name, (E, F, D), (ALL, place, ALL), axes=(1, 0)) for place, name in matrices]
         return [*up[0], *up[1]], _stacked(f"{within}down_proj.weight", (E, D, F), axes=(1, 0))
-    # One stacked tensor, `[E, 2F, D]` with the gate's rows first and `[E, D, F]`, or a tensor per expert.
+    # Other families have stacked tensors `[E, 2F, D]` (the gate's rows first) and `[E, D, F]`, or tensors per expert.
     if has(f"{within}experts.gate_up_proj"):
         how = {"split": (1, 2, F, D), "axes": (2, 0, 1)}
         up = _stacked(f"{within}experts.gate_up_proj", (E, 2 * F, D), (ALL,) * 3, **how)
@@ -68,13 +68,13 @@ def _routed_experts(
 
 
 def _stacked(name: str, shape: tuple[int, int, int], target=(ALL, ALL), **how) -> list[TensorSlice]:
-    """Lists the slices of a tensor `[E, ...]`, one per expert; `how` contains `split` and `axes` for `tensor_slice`."""
+    """Lists the slices of a tensor `[E, ...]`, one per expert. `how` contains `tensor_slice`'s `split` and `axes`."""
     experts = range(shape[0])
     return [tensor_slice(name, shape, (e, *target), rows=(e, e + 1), select=(0,), **how) for e in experts]
 
 
 def _interleaved_experts(within: str, E: int, D: int, F: int) -> dict[str, ParamSpec]:
-    """Maps gpt-oss's experts: `[E, D, 2F]` and `[E, F, D]` with biases; columns of gate and up alternate."""
+    """Maps gpt-oss's experts `[E, D, 2F]` and `[E, F, D]` with biases, where gate and up columns alternate."""
     how = {"split": (1, D, F, 2), "axes": (0, 2, 1)}
     up = _stacked(f"{within}gate_up_proj", (E, D, 2 * F), (ALL,) * 3, **how)
     bias = tensor_slice(f"{within}gate_up_proj_bias", (E, 2 * F), (ALL,) * 3, split=(E, F, 2), axes=(0, 2, 1))

@@ -1,8 +1,8 @@
-"""Opens a Hugging Face checkpoint directory: checks its index and headers, then reads tensors by byte ranges.
+"""Opens a Hugging Face checkpoint directory, checks its index and headers, and reads tensors by byte ranges.
 
 The directory is untrusted. No file outside it is opened, nothing is unpickled, and every header is checked before
-memory is allocated for a tensor. Files are read with `preadv` instead of a memory map, so that memory is bounded by
-the requested block, and a file that is truncated during reading raises an error instead of SIGBUS.
+memory is allocated for a tensor. Files are read with `preadv` instead of a memory map, so that a read uses no more
+memory than the requested block, and a file that is truncated during reading raises an error instead of SIGBUS.
 """
 
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger("mtpjax.conversion")
 
 
 class TensorSource(Protocol):
-    """Files from which parameters are read: `CheckpointFiles`, or files in a different format."""
+    """Files from which parameters are read, either `CheckpointFiles` or files in a different format."""
 
     path: pathlib.Path
     tensors: dict[str, TensorInfo]
@@ -55,7 +55,7 @@ class CheckpointFiles:
         headers: the raw header of each safetensors file, including the 8 bytes that store its length.
         metadata: the `__metadata__` of each safetensors file.
         sizes: the size of each safetensors file in bytes.
-        index: the parsed `model.safetensors.index.json`; None if there is none.
+        index: the parsed `model.safetensors.index.json`, or None if the file does not exist.
         unread: safetensors files in the directory that are not part of the checkpoint.
     """
 
@@ -66,7 +66,7 @@ class CheckpointFiles:
 
         Args:
             strict: raise an error for infinite or NaN weights instead of counting them for `report`.
-            only: the only safetensors file to open; by default, all files in the index.
+            only: the only safetensors file to open. By default, all files in the index are opened.
 
         Raises:
             CheckpointFileError: the directory or one of its files is missing, damaged or not supported.
@@ -129,9 +129,9 @@ class CheckpointFiles:
         self.unread = tuple(name for name in self.unread if name != file)
 
     def other_files(self) -> list[str]:
-        """Lists the files other than weights, such as configuration and tokenizer.
+        """Lists the files that are not weights, such as configuration and tokenizer.
 
-        It leaves out pickles, folders other than the one with chat templates and, with a warning, files that cannot be
+        The list omits pickles, folders other than the one with chat templates and, with a warning, files that cannot be
         opened safely.
         """
         kept = []
@@ -170,7 +170,7 @@ class CheckpointFiles:
 
         Args:
             begin: the first row along the first axis.
-            end: one after the last row; by default, all rows from `begin` on.
+            end: one past the last row; by default, all rows from `begin` on are read.
 
         Returns:
             The rows, in an array that the caller may write to.
@@ -222,7 +222,7 @@ class CheckpointFiles:
                 raise CheckpointFileError(f"{INDEX} lists tensor {name} in {file}, which does not contain it")
         stray = sorted(self.tensors.keys() - self.index["weight_map"].keys())
         if stray:
-            # Some programs add tensors, such as MTP modules, without updating the index.
+            # Some programs add tensors, such as those of MTP modules, without updating the index.
             log.warning(
                 "%s: %d tensors are in the weight files but not listed in %s; they are read: %s",
                 *(self.path, len(stray), INDEX, ", ".join(stray[:3])),
@@ -252,6 +252,6 @@ class CheckpointFiles:
     def _descriptor(self, file: str) -> int:
         """Returns a file's descriptor, and opens the file on first use."""
         if file not in self._open:
-            # The descriptor stays open: the file that was checked is the file that is read later.
+            # The descriptor stays open, so that the file that was checked is also the file that is read later.
             self._open[file] = open_inside(self.path / file, self._root)
         return self._open[file]

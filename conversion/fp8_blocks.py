@@ -1,4 +1,4 @@
-"""Dequantizes and quantizes block-scaled fp8 tensors in streams, in DeepSeek-V3's format."""
+"""Dequantizes and quantizes streams of block-scaled fp8 tensors in DeepSeek-V3's format."""
 
 from collections.abc import Iterator
 
@@ -43,13 +43,13 @@ def quantized_blocks(
         scale_dtype: dtype of the scales in the file. Scales are rounded to it before values are divided by them.
 
     Yields:
-        `(values, scales)`: float8_e4m3fn rows, and their blocks' scales in `scale_dtype`, for at least one row of
-        blocks at a time.
+        `(values, scales)`: float8_e4m3fn rows, and the scales of their blocks in `scale_dtype`. Each pair covers at
+        least one row of blocks.
     """
     rows, columns = block
     rest: np.ndarray | None = None
     for part in blocks:
-        # Hold rows back until their blocks are complete.
+        # Hold back rows until their blocks are complete.
         part = part.astype(np.float32)
         rest = part if rest is None else np.concatenate([rest, part])
         whole = len(rest) // rows * rows
@@ -62,7 +62,7 @@ def quantized_blocks(
 
 
 def _quantize(values: np.ndarray, rows: int, columns: int, scale_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes rows as DeepSeek-V3 does: a block's scale is its largest magnitude / 448, or 1 for a block of zeros."""
+    """Quantizes rows as in DeepSeek-V3. A block's scale is its largest magnitude / 448, or 1 for a block of zeros."""
     height, width = values.shape
     # Pad to whole blocks with zeros, which do not change the largest magnitude.
     grid = -(-height // rows), -(-width // columns)
@@ -70,11 +70,11 @@ def _quantize(values: np.ndarray, rows: int, columns: int, scale_dtype: np.dtype
     padded[:height, :width] = np.abs(values)
     largest = padded.reshape(grid[0], rows, grid[1], columns).max(axis=(1, 3))
     scales = np.where(largest > 0, largest / FP8_MAX, 1.0).astype(np.float32)
-    # Exponents (e8m0) represent powers of two, so round scales up: then no value overflows.
+    # Exponents (e8m0) represent powers of two. Round scales up, so that no value overflows.
     if scale_dtype in (np.uint8, E8M0):
         scales = np.exp2(np.ceil(np.log2(scales))).astype(np.float32)
     stored = encode_scales(scales, scale_dtype)
     scales = decode_scales(stored)
-    # Divide each value by its block's scale, and round once, to fp8.
+    # Divide each value by its block's scale, and round only once, to fp8.
     spread = np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)[:height, :width]
     return np.clip(values / spread, -FP8_MAX, FP8_MAX).astype(E4M3), stored

@@ -22,7 +22,7 @@ NEUTRAL = {
 
 
 class Metadata:
-    """Reads and checks a file's metadata; keys are given without the architecture's prefix."""
+    """Reads and checks a file's metadata. Keys are passed without the architecture's prefix."""
 
     def __init__(self, header: GGUFHeader):
         """Checks the architecture.
@@ -36,7 +36,7 @@ class Metadata:
         self.header, self.architecture = header, name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a value or the default; without a default, the key is required. Raises `ConfigError` for arrays."""
+        """Returns a value or the default. Without a default, the key is required. Raises `ConfigError` for arrays."""
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise ConfigError(f"the GGUF file lacks {self.architecture}.{key}")
@@ -45,11 +45,11 @@ class Metadata:
         return value
 
     def error(self, key: str, problem: str) -> ConfigError:
-        """Makes an error about a value: its key and value, followed by the problem."""
+        """Makes an error whose message has the key and the value, followed by the problem."""
         return ConfigError(f"{self.architecture}.{key} is {self.get(key)!r}{problem}")
 
     def integer(self, key: str, default: int | None = None, *, low: int = 0) -> int:
-        """Returns an integer of at least `low`; without a default, the key is required."""
+        """Returns an integer of at least `low`. Without a default, the key is required."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{self.architecture}.{key} is {value!r}; supported: one integer of at least {low}")
@@ -62,7 +62,7 @@ def describe_config(
     """Converts a file's metadata to a `config.json`, whose values `conversion.hf_config` checks.
 
     Args:
-        tokens: further keys of `config.json`, such as the end tokens.
+        tokens: other keys for the `config.json`, such as the end tokens.
         rope_factors: the tensor `rope_freqs.weight`, if the file has one.
 
     Raises:
@@ -84,11 +84,11 @@ def describe_config(
     blocks = data.integer("block_count", low=1)
     if blocks > len(header.tensors):
         raise data.error("block_count", f", but the file has {len(header.tensors)} tensors")
-    # MTP modules are the last blocks; llama.cpp counts them among the blocks.
+    # MTP modules are the last blocks, and llama.cpp includes them in the number of blocks.
     modules = data.integer("nextn_predict_layers", 0)
     if modules >= blocks:
         raise data.error("nextn_predict_layers", f", but block_count, which includes them, is {blocks}")
-    # Some programs drop the modules but keep the key with their number; then all blocks belong to the trunk.
+    # Some programs drop the modules but keep the key with their number, and all blocks then belong to the trunk.
     is_dropped = modules and not any(".nextn." in name for name in header.tensors)
     trunk = blocks if is_dropped and any(f"blk.{blocks - 1}." in name for name in header.tensors) else blocks - modules
     vocabulary = header.tensors.get("token_embd.weight")
@@ -144,7 +144,7 @@ def _partial(data: Metadata, heads: int, width: int, factors: np.ndarray | None)
 def _latent(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
     """Reads multi-head latent attention.
 
-    Files with a split `kv_b_proj` store the latent head size as `key_length` and the model's head size as
+    Files with a split `kv_b_proj` store the latent head size as `key_length`, and the model's head size as
     `key_length_mla`. Older files store only the model's head size, as `key_length`.
     """
     key = "attention.key_length_mla"
@@ -192,7 +192,7 @@ def _experts(data: Metadata) -> dict[str, Any]:
         "num_experts_per_tok": data.get("expert_used_count"),
         "moe_intermediate_size": data.get("expert_feed_forward_length"),
         "n_shared_experts": data.get("expert_shared_count", 0),
-        # Files from older converters have no groups; llama.cpp then chooses among all experts.
+        # Files from older converters have no groups, and llama.cpp then chooses among all experts.
         "n_group": data.integer("expert_group_count", 0) or 1,
         "topk_group": data.integer("expert_group_used_count", 0) or 1,
         "norm_topk_prob": data.get("expert_weights_norm", False),
@@ -205,7 +205,7 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
     """Reads rotary scaling from the metadata, or from Llama 3.1's frequency factors."""
     if factors is not None:
         return _llama3_scaling(np.asarray(factors, np.float64), data.get("rope.freq_base", 10000.0), head_dim)
-    # As in llama.cpp, a factor without a type is linear scaling; old files store it under a different key.
+    # As in llama.cpp, a factor without a type means linear scaling. Old files store it under a different key.
     kind = data.get("rope.scaling.type", "linear")
     factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
@@ -236,7 +236,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
         raise ConfigError(
             f"{ROPE_FACTORS} has shape {list(factors.shape)} and rope.freq_base is {theta!r}: not supported"
         )
-    # The lowest frequencies are divided by the factor itself; the other settings are the same in all releases.
+    # The lowest frequencies are divided by the factor itself. The other settings are the same in all releases.
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     wavelengths = 2 * math.pi * float(theta) ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
@@ -253,7 +253,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
 
 
 Attention = Callable[[Metadata, int, int, np.ndarray | None], dict[str, Any]]
-# GGUF architecture -> `model_type`, attention reader, and whether layers may have experts.
+# GGUF architecture -> (`model_type`, attention reader, whether layers may have experts).
 ARCHITECTURES: dict[str, tuple[str, Attention, bool]] = {
     "llama": ("llama", _grouped, False),
     "qwen3": ("qwen3", _grouped, False),

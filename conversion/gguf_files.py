@@ -1,8 +1,8 @@
 """Reads a GGUF file as if it were a Hugging Face directory, and dequantizes its tensors row by row.
 
-Tensors become float32, unless every matrix in the file is bfloat16; then norms and routers, which llama.cpp stores in
-float32, become bfloat16 again. `gguf.quants` dequantizes them. Opening and reading follow the rules of
-`conversion.files`: only regular files are opened, and sizes are checked before memory is allocated.
+Tensors become float32, unless every matrix in the file is bfloat16. In that case, norms and routers, which llama.cpp
+stores in float32, become bfloat16 again. `gguf.quants` dequantizes tensors. As in `conversion.files`, only regular
+files are opened, and sizes are checked before memory is allocated.
 """
 
 import json
@@ -56,7 +56,7 @@ class GGUFFiles(CheckpointFiles):
         self._quants = _import_gguf()
         self.path, self.strict = pathlib.Path(path), strict
         self._nonfinite, self._open, self.metadata, self.index = {}, {}, {WEIGHTS_FILE: {"format": "pt"}}, None
-        # The user names this file, so its symlinks are followed; it must still be a regular file.
+        # The user chose this file, so its symlinks are followed, but it must still be a regular file.
         self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
         try:
             blocks = {int(kind): sizes for kind, sizes in self._quants.GGML_QUANT_SIZES.items()}
@@ -74,7 +74,7 @@ class GGUFFiles(CheckpointFiles):
         self.headers = {WEIGHTS_FILE: make_shard(WEIGHTS_FILE, entries, {"format": "pt"}).header}
 
     def stored_types(self) -> dict[str, dict[str, int]]:
-        """Counts tensors and bytes by llama.cpp's type, such as "Q4_1", in descending order of bytes."""
+        """Counts tensors and bytes by llama.cpp's type, such as "Q4_1". Types are in descending order of bytes."""
         kinds: dict[str, dict[str, int]] = {}
         for tensor in self._header.tensors.values():
             kind = kinds.setdefault(self._quants.GGMLQuantizationType(tensor.kind).name, {"tensors": 0, "bytes": 0})
@@ -109,10 +109,10 @@ class GGUFFiles(CheckpointFiles):
         return np.ascontiguousarray(rows, dtype=info.dtype)
 
     def _dequantize(self, source: str, begin: int, end: int) -> np.ndarray:
-        """Reads rows in the file's order; all axes but the last count as rows."""
+        """Reads rows in the file's order. All axes except the last count as rows."""
         tensor = self._header.tensors[source]
         if not tensor.shape[1:]:
-            # With one axis, blocks run along it, so read the whole tensor; such tensors are small.
+            # With only one axis, blocks run along it, so read the whole tensor, which is small.
             return self._values(tensor, tensor.begin, tensor.end - tensor.begin, tensor.shape)[begin:end]
         size = (tensor.end - tensor.begin) // math.prod(tensor.shape[:-1])
         return self._values(tensor, tensor.begin + begin * size, (end - begin) * size, (end - begin, tensor.shape[-1]))
@@ -132,7 +132,7 @@ class GGUFFiles(CheckpointFiles):
             ) from error
 
     def _describe(self, header: GGUFHeader) -> dict[str, Any]:
-        """Makes the JSON files that a directory would have, from the metadata."""
+        """Converts the metadata to the JSON files that a directory would have."""
         factors = header.tensors.get(ROPE_FACTORS)
         files = tokenizer_files(header.metadata)
         ends = files["generation_config.json"] if files else {}
@@ -142,7 +142,7 @@ class GGUFFiles(CheckpointFiles):
         return {"config.json": describe_config(header, ends, values), **files}
 
     def _tensor_infos(self) -> dict[str, TensorInfo]:
-        """Lists the tensors as a safetensors file would."""
+        """Lists the tensors as the header of a safetensors file would."""
         # llama.cpp stores routers in float32, whatever the file's quantization type.
         matrices = [tensor for tensor in self._header.tensors.values() if len(tensor.shape) > 1]
         kinds = {tensor.kind for tensor in matrices if not tensor.name.endswith(ROUTER)}

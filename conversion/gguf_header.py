@@ -1,8 +1,8 @@
-"""Parses a GGUF file's header: its metadata, and the type and location of every tensor.
+"""Parses a GGUF file's header, which contains its metadata and the type and location of every tensor.
 
 The file is untrusted, so each length and count is compared with the remaining bytes before anything is allocated. The
 `gguf` package's reader is not used, because it makes several objects per vocabulary entry and does not check counts.
-Its tables of quantization types and its dequantization are used (`conversion.gguf_files`).
+However, its tables of quantization types and its dequantization are used (`conversion.gguf_files`).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 
 from mtpjax.errors import CheckpointFileError
 
-MAX_ITEMS = 1 << 21  # strings in all arrays; Gemma's vocabulary and merges have 780,000
+MAX_ITEMS = 1 << 21  # maximum number of strings in all arrays; Gemma's vocabulary and merges have 780,000
 MAX_STRING_BYTES = 8 << 20
 MAX_ARRAY_BYTES = 64 << 20
 MAX_KEYS, MAX_TENSORS, MAX_AXES = 1 << 16, 1 << 20, 4
@@ -65,14 +65,14 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
             f"{path} has {num_tensors} tensors and {num_keys} keys in its header; at most {MAX_TENSORS} and {MAX_KEYS} "
             "are accepted"
         )
-    # Metadata: key, value type, value.
+    # Each metadata entry is a key, a value type and a value.
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
             raise CheckpointFileError(f"{path} has the key {key!r} twice")
         metadata[key] = cursor.value(cursor.number("<I"))
-    # Tensors: name, axes, type, offset. Offsets count from the aligned end of the header.
+    # Each tensor has a name, axes, a type and an offset, which counts from the aligned end of the header.
     entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
@@ -93,7 +93,7 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
 
 
 def _tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
-    """Reads a tensor's name, shape, quantization type and offset."""
+    """Reads the name, shape, quantization type and offset of a tensor."""
     name, num_axes = cursor.string(), cursor.number("<I")
     if num_axes > MAX_AXES:
         raise CheckpointFileError(
@@ -125,7 +125,7 @@ class _Cursor:
         self._items = MAX_ITEMS
 
     def take(self, count: int) -> bytes:
-        """Returns the next bytes; raises an error if the file ends before them."""
+        """Returns the next bytes. Raises an error if the file does not have that many."""
         if count > self.size - self.offset:
             raise CheckpointFileError(
                 f"{self.path} is truncated: {count} bytes are expected at byte {self.offset}, but it has {self.size}"
@@ -141,7 +141,7 @@ class _Cursor:
         return content
 
     def number(self, form: str):
-        """Returns the next number; `form` is its `struct` format."""
+        """Returns the next number, whose `struct` format is `form`."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def string(self) -> str:
@@ -151,11 +151,11 @@ class _Cursor:
             raise CheckpointFileError(
                 f"{self.path}: a string of {count} bytes before byte {self.offset}; limit: {MAX_STRING_BYTES}"
             )
-        # Some vocabularies contain bytes that are not UTF-8. This way, different bytes give different strings.
+        # Some vocabularies contain bytes that are not UTF-8. With this handler, different bytes give different strings.
         return self.take(count).decode("utf-8", errors="surrogateescape")
 
     def value(self, kind: int) -> Any:
-        """Returns the next value of a type: a number, a boolean, a string, or an array of these."""
+        """Returns the next value of a type, which can be a number, a boolean, a string, or an array of these."""
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
@@ -164,7 +164,7 @@ class _Cursor:
             raise CheckpointFileError(f"{self.path}: unknown value type {kind} before byte {self.offset}")
         dtype = np.dtype(SCALARS[kind])
         value = np.frombuffer(self.take(dtype.itemsize), dtype)[0]
-        # Use the shortest decimal for a float32: 1e-05, as in configurations, not 9.999999747378752e-06.
+        # Use the shortest decimal for a float32, such as 1e-05 (as in configurations), not 9.999999747378752e-06.
         if kind == FLOAT32:
             return float(str(value))
         return bool(value) if kind == BOOL else value.item()
@@ -180,7 +180,7 @@ class _Cursor:
             return np.frombuffer(self.take(count * dtype.itemsize), dtype)
         if kind != STRING:
             raise CheckpointFileError(f"{self.path}: unsupported array type {kind} before byte {self.offset}")
-        # Every string takes at least the 8 bytes of its length.
+        # Every string needs at least the 8 bytes that store its length.
         self._items -= count
         if self._items < 0 or count * 8 > self.size - self.offset:
             raise CheckpointFileError(

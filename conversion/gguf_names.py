@@ -1,8 +1,8 @@
 """Maps a GGUF file's tensors to Hugging Face names, and their rows to Hugging Face's order.
 
-Names and layouts are as in llama.cpp's converters: `blk.N.` for layer N, a layer's experts stacked into one tensor,
-DeepSeek's `kv_b_proj` split into keys (transposed) and values, and `blk.N.nextn.` for an MTP module's tensors around
-its decoder layer.
+Names and layouts are as in llama.cpp's converters. Layer N is `blk.N.`, a layer's experts are stacked into one tensor,
+DeepSeek's `kv_b_proj` is split into keys (transposed) and values, and the tensors around an MTP module's decoder layer
+are under `blk.N.nextn.`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _LAYER = {
     **{"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_kv_b": "self_attn.kv_b_proj"},
     **{"attn_q_a_norm": "self_attn.q_a_layernorm", "attn_kv_a_norm": "self_attn.kv_a_layernorm"},
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    # Experts: the router, and the shared experts.
+    # The router and the shared experts.
     "ffn_gate_inp": "mlp.gate",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _PARTS},
     # MTP modules, except their decoder layer.
@@ -44,7 +44,7 @@ class NamedTensor:
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[str, ...]  # names in the file: one name, or two if `kv_b_proj` is split (keys, values)
+    sources: tuple[str, ...]  # one name in the file, or two if `kv_b_proj` is split (keys, values)
     head_dim: int = 0  # the head size if the file interleaves the rows of rotary pairs; 0 if rows are in order
     expert: int = 0  # the index in a stack of experts
 
@@ -72,7 +72,7 @@ def named_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, Named
 
 
 def _name(tensor: GGUFTensor, header: GGUFHeader, config: dict[str, Any]) -> Iterator[NamedTensor]:
-    """Yields a tensor of the file under its Hugging Face name; a stack of experts gives one tensor per expert."""
+    """Yields a tensor of the file under its Hugging Face name, and a stack of experts as one tensor per expert."""
     stem, _, kind = tensor.name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem, re.ASCII)
     prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", stem)
@@ -80,7 +80,7 @@ def _name(tensor: GGUFTensor, header: GGUFHeader, config: dict[str, Any]) -> Ite
     if not layer and stem in _AROUND:
         yield _whole(f"{_AROUND[stem]}.{kind}", tensor)
     elif layer and part in _LAYER:
-        # llama.cpp reorders the rows of q and k only for llama.
+        # llama.cpp reorders the rows of q and k only for the architecture llama.
         is_rotary = config["model_type"] == "llama" and part in ("attn_q", "attn_k")
         yield _whole(f"{prefix}{_LAYER[part]}.{kind}", tensor, config["head_dim"] if is_rotary else 0)
     elif layer and (part, kind) == ("exp_probs_b", "bias"):
@@ -124,19 +124,19 @@ def read_rows(
     """Returns rows of a tensor in Hugging Face's order, `[end - begin, ...]`.
 
     Args:
-        rows: returns rows of a tensor in the file, where all axes but the last count as rows.
+        rows: returns rows of a tensor in the file, where all axes except the last count as rows.
     """
     source = named.sources[0]
     if len(named.sources) == 2:
         return _read_joined(named, header, rows, begin, end)
     if named.head_dim:
-        # llama.cpp interleaves the two halves of each head's rows: row 2i + h of the file is row h * H/2 + i here.
+        # llama.cpp interleaves the two halves of each head's rows, so row 2i + h of the file is row h * H/2 + i here.
         H = named.head_dim
         first = begin // H * H
         whole = rows(source, first, -(-end // H) * H)
         ordered = whole.reshape(-1, H // 2, 2, *whole.shape[1:]).swapaxes(1, 2).reshape(whole.shape)
         return ordered[begin - first : end - first]
-    # A stack holds the experts in order. If a tensor has more axes, each of its rows is several rows in the file.
+    # A stack contains the experts in order. If a tensor has more axes, each of its rows is several rows in the file.
     inner = int(np.prod(named.shape[1:-1], dtype=np.int64)) if named.shape[1:] else 1
     skipped = named.expert * named.shape[0] * inner
     return rows(source, skipped + begin * inner, skipped + end * inner).reshape(end - begin, *named.shape[1:])

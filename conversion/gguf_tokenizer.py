@@ -34,8 +34,8 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
     """Converts a file's tokenizer and chat template.
 
     Returns:
-        The contents of "tokenizer.json", "tokenizer_config.json" and "generation_config.json" by name; empty if the
-        file has no tokenizer.
+        The contents of "tokenizer.json", "tokenizer_config.json" and "generation_config.json" by name. The dict is
+        empty if the file has no tokenizer.
 
     Raises:
         TokenizerError: the tokenizer is damaged or not supported.
@@ -81,7 +81,7 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_templates(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `chat_template` setting: the default template, or a list of templates with names like `tool_use`."""
+    """Returns the `chat_template` setting, which is the default template or a list of named templates (`tool_use`)."""
     prefix = "tokenizer.chat_template"
     texts = {key: each for key, each in metadata.items() if key.startswith(prefix) and isinstance(each, str)}
     named = {key.removeprefix(prefix).removeprefix(".") or "default": each for key, each in texts.items()}

@@ -1,6 +1,6 @@
 """Parses the `config.json` of the supported families into a `ModelConfig`.
 
-The parser runs no remote code and checks every value. It rejects values whose arithmetic is not implemented.
+The parser runs no remote code and checks every value. It rejects values that need arithmetic that is not implemented.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ class ParsedConfig:
     model_type: str
     model: ModelConfig
     layout: Layout
-    block: tuple[int, int] | None  # rows and columns that share an fp8 scale; None without fp8
-    names_modules: bool  # whether the file gives the number of MTP modules
+    block: tuple[int, int] | None  # rows and columns that share an fp8 scale, or None without fp8
+    names_modules: bool  # whether the file contains the number of MTP modules
     unknown: tuple[str, ...]  # keys that are neither read nor listed in `IGNORED_KEYS`
     notes: tuple[str, ...] = ()  # settings that mtpjax handles differently from other programs, one sentence each
 
@@ -53,7 +53,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     values = with_defaults(stated, family.defaults, model_type)
     values = expand_step(values) if model_type in STEP else values
     reader = ConfigReader(values, family.keys)
-    # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
+    # Collect the fields of ModelConfig in several parts. Later parts read the fields from earlier parts.
     fields = dict(family.fixed)
     try:
         for key, value in family.required.items():
@@ -134,7 +134,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_output_bias": bias and has_output_bias,
     }
-    # Families that always normalize queries and keys fix this setting; mtpjax's exports also contain it.
+    # Families that always normalize queries and keys fix this setting, but mtpjax's exports also contain it.
     if fields.get("use_qk_norm"):
         reader.require("use_qk_norm", True)
     else:
@@ -168,7 +168,7 @@ def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _indexer_types(reader: ConfigReader, layers: int, modules: int) -> tuple[str, ...]:
-    """Returns "full" or "shared" for each layer; empty if every layer has an indexer."""
+    """Returns "full" or "shared" for each layer, or an empty tuple if every layer has an indexer."""
     listed, of_modules = reader.per_layer("indexer_types", str, layers, modules)
     if of_modules not in (None, "full"):
         raise ConfigError(f"config.json: indexer_types with MTP modules of type {of_modules!r} is not supported")
@@ -178,11 +178,11 @@ def _indexer_types(reader: ConfigReader, layers: int, modules: int) -> tuple[str
 
 def _patterned_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     """Reads which layers share an earlier layer's indexer, from a pattern or a frequency."""
-    # GLM's pattern: a letter per layer.
+    # GLM's pattern has one letter per layer.
     pattern = reader.get("index_topk_pattern")
     if isinstance(pattern, str) and pattern:
         return tuple({"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern)
-    # GLM's frequency: from `offset` on, every freq-th layer has an indexer.
+    # With GLM's frequency, every freq-th layer has an indexer, from layer `offset` on.
     freq = reader.integer("index_topk_freq", 1)
     offset = reader.integer("index_skip_topk_offset", 2, low=0)
     shares = (max(layer - offset + 1, 0) % freq != 0 for layer in range(layers))
@@ -190,7 +190,7 @@ def _patterned_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ..
 
 
 def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Reads the layers with linear attention (Qwen3-Next, Qwen3.5), and its sizes."""
+    """Reads which layers have linear attention (Qwen3-Next, Qwen3.5), and the sizes of that attention."""
     interval, count = reader.get("full_attention_interval"), fields["num_hidden_layers"]
     types, of_modules = reader.per_layer("layer_types", str, count, fields["num_mtp_modules"])
     # transformers writes "indexed_attention" for sparse attention, which `index_topk` already implies.
@@ -202,7 +202,7 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
             if kind not in full:
                 raise ConfigError(f"config.json: layer_types with {kind!r} is not supported in this family")
         return {}
-    # Qwen lists the layer types, or gives the interval of full-attention layers.
+    # Qwen's files list the layer types or contain the interval of full-attention layers.
     interval = reader.integer("full_attention_interval", 4)
     types = types or tuple(
         "linear_attention" if layer % interval else "full_attention" for layer in range(1, count + 1)
@@ -223,7 +223,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     names = [name for name in aliases if reader.get(name) is not None]
     for name in names[1:]:
         reader.require(name, reader.get(names[0]))
-    # A dense model: remove the family's settings for experts.
+    # For a dense model, remove the family's settings for experts.
     if not names or not reader.integer(names[0], low=0):
         for field in ("scoring_func", "shared_expert_gate", "router_correction_bias"):
             fields.pop(field, None)
@@ -248,7 +248,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
     }
-    # The dense layers are the first and last few, the listed ones, all but every n-th, or those whose type is dense.
+    # Dense layers are the first and last few, the listed layers, all except every n-th, or layers of the type dense.
     first = reader.integer("first_k_dense_replace", 0, low=0)
     marks, of_modules = (), None
     if isinstance(reader.get("moe_layer_freq"), list):  # MiMo-V2
@@ -275,7 +275,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mtp(reader: ConfigReader) -> tuple[int, bool]:
-    """Returns the number of MTP modules, and whether the file gives it (DeepSeek and GLM, Qwen, MiMo)."""
+    """Returns the number of MTP modules, and whether the file contains it (DeepSeek and GLM, Qwen, MiMo)."""
     for key in MODULE_KEYS:
         if reader.get(key) is not None:
             return reader.integer(key, low=0), True
@@ -283,7 +283,7 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
-    """Reads the MTP module conventions in which an mtpjax export differs from its family."""
+    """Reads MTP module conventions, which an mtpjax export states if they differ from its family's."""
     names = ("mtp_chaining", "mtp_input", "mtp_output_norm", "mtp_layer_type")
     made = {key: value for key in names if (value := reader.get(key)) is not None}
     for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense", "mtp_norm_differs"):
@@ -293,8 +293,8 @@ def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _fp8_block(reader: ConfigReader) -> tuple[int, int] | None:
-    """Returns the rows and columns of an fp8 block; None without fp8."""
-    # The tensors decide which weights have scales, and their dtypes show other quantization methods.
+    """Returns the rows and columns of an fp8 block, or None without fp8."""
+    # The tensors determine which weights have scales, and their dtypes show other quantization methods.
     given = reader.section("quantization_config")
     if given.get("quant_method") != "fp8":
         return None

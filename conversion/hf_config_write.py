@@ -43,7 +43,7 @@ def edit_config(
         level |= dict.fromkeys(keys, num_mtp_modules)
     if own_embedding:
         level["mtp_use_dedicated_embeddings"] = True
-    # Write the main dtype: some tensors in a bfloat16 model, such as router biases, are float32.
+    # Write the main dtype, because some tensors in a bfloat16 model, such as router biases, are float32.
     if dtypes is not None:
         main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]
         for part, key in itertools.product((values, level), ("torch_dtype", "dtype")):
@@ -53,7 +53,7 @@ def edit_config(
 
 
 def _resize_lists(level: dict[str, Any], num_mtp_modules: int) -> dict[str, list]:
-    """Resizes lists with one entry per layer and module to a new number of modules, all with the same entry."""
+    """Resizes lists with one entry per layer and module to a new number of modules, which all have the same entry."""
     layers, counts = level.get("num_hidden_layers", 0), [level[key] for key in MODULE_KEYS if level.get(key)]
     made = {}
     for key in PER_LAYER if counts else ():

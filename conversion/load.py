@@ -34,13 +34,13 @@ def load(
         path: a directory with `config.json` and safetensors files.
         dtype: dtype to cast the parameters to. `None` keeps the files' dtypes; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
-        mesh: shards the parameters over this mesh; each process reads only its devices' shards.
+        mesh: mesh over which the parameters are sharded. Each process reads only its devices' shards.
         allow_copies: replicate dimensions that are not divisible by the size of their mesh axis.
         layout: whether to shard the parameters for decoding or for training.
         model_type: the family to use instead of the one in `config.json`.
 
     Returns:
-        `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
+        `(model, params)`: the model, and its parameters as nested dicts of JAX arrays.
 
     Raises:
         CheckpointFileError: the files are damaged, incomplete or not supported, or do not fit into memory.
@@ -68,13 +68,13 @@ def load(
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
     """On CPUs, rejects a model that does not fit into this machine's memory."""
-    # Bytes for this process's devices: their share under a mesh, or everything without a mesh.
+    # Count the bytes for this process's devices, which is their share under a mesh, or everything without a mesh.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
     # Windows does not report its memory, so loading fails when memory runs out.
     if not hasattr(os, "sysconf"):
         return
-    # Accelerators report running out of memory themselves; a CPU machine would swap or kill the process.
+    # Accelerators raise an error when they run out of memory, but a CPU machine would swap or kill the process.
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     if platform == "cpu" and need * devices > have:

@@ -1,4 +1,4 @@
-"""Plans how to load a checkpoint directory: which tensors make up each parameter, from configuration and headers.
+"""Plans how to load a checkpoint directory by deriving each parameter's tensors from the configuration and headers.
 
 `inspect_files` lists all problems; `make_plan` raises the first one.
 """
@@ -26,8 +26,8 @@ from mtpjax.models.quantized import BlockScaled
 
 log = logging.getLogger("mtpjax.conversion")
 
-# Suffixes of tensors that are not needed: rotary embedding tables, and quantized checkpoints' scales for activations
-# and KV caches. mtpjax does not compute activations or caches in 8 bits.
+# Suffixes of tensors that are not needed, which are rotary embedding tables, and quantized checkpoints' scales for
+# activations and KV caches. mtpjax does not compute activations or caches in 8 bits.
 IGNORED_SUFFIXES = (
     *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
     *(".input_scale", ".k_scale", ".v_scale", ".q_scale"),
@@ -41,7 +41,7 @@ OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """How to load a checkpoint directory: the model's configuration, and the source of each parameter."""
+    """A plan for loading a checkpoint directory, with the model's configuration and the source of each parameter."""
 
     model_type: str
     config: ModelConfig
@@ -53,11 +53,11 @@ class LoadPlan:
     missing: tuple[str, ...]
     extra: tuple[str, ...]  # unknown tensors
     dtypes: dict[str, np.dtype]  # by parameter name; float32 for parameters that cannot be read
-    mixed: str  # describes parameters that are assembled from tensors with different dtypes; may be empty
+    mixed: str  # describes the parameters that are assembled from tensors with different dtypes, or ""
     problems: tuple[str, ...]  # why the checkpoint cannot be loaded
 
     def make_param(self, files: CheckpointFiles, path: str, make: MakeArray) -> Any:
-        """Makes a parameter with `make(path, spec, dtype, read)`; fp8 gives a `BlockScaled` of two such arrays."""
+        """Makes a parameter with `make(path, spec, dtype, read)`. For fp8, it is a `BlockScaled` of two such arrays."""
         dtype, spec, scales = self.dtypes[path], self.specs[path], self.scales
         if dtype != E4M3:
             return make(path, spec, dtype, lambda index: read_as(files, scales, spec, index, dtype))
@@ -80,9 +80,9 @@ def make_plan(
     Args:
         dtype: dtype of all parameters; None keeps the files' dtypes.
         model_type: the family to use instead of the one in `config.json`.
-        allow_extra: accept unknown tensors that do not belong to the language model. Loading ignores them, conversion
-            keeps them.
-        is_copied: the tensors will only be copied, so unknown ones are accepted.
+        allow_extra: accept unknown tensors that do not belong to the language model. Loading ignores these tensors, and
+            conversion keeps them.
+        is_copied: whether the tensors will only be copied, so that unknown tensors are accepted.
 
     Raises:
         CheckpointFileError: tensors are missing or unknown, or have the wrong shape or dtype.
@@ -106,21 +106,21 @@ def inspect_files(
 ) -> LoadPlan:
     """Plans loading, and lists problems instead of raising them.
 
-    It reads only headers, and the few tensors that the plan depends on: norms, and copies of embedding and head.
+    It reads only headers and the few tensors on which the plan depends (norms, and copies of embedding and head).
 
     Returns:
-        The plan; `problems` has the messages of the errors that `make_plan` raises.
+        The plan, whose `problems` are the messages of the errors that `make_plan` would raise.
 
     Raises:
         CheckpointFileError: MTP modules are stored in different ways.
         ConfigError: `config.json` is damaged or not supported.
     """
     values = files.json("config.json")
-    # Check for quantized formats first: they explain names and shapes that would look wrong.
+    # Check for quantized formats first, because they explain names and shapes that would otherwise look wrong.
     packed = find_packing(files, values)
     parsed = _parse_config(values, model_type, packed)
-    # The files determine what the configuration leaves open: the number of modules, whether the modules have a separate
-    # embedding and head, and how norms are stored.
+    # Only the files determine the number of modules, whether the modules have a separate embedding and head, and how
+    # norms are stored.
     stored_modules.read_module_files(files, parsed)
     layout = stored_layout(parsed.layout, parsed.model, files.tensors.__contains__)
     config = stored_modules.with_own_head(stored_modules.with_stored_modules(parsed, layout, files), layout, files)
@@ -193,7 +193,7 @@ def _parse_config(values: Any, model_type: str | None, packed: str | None) -> hf
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
-    """Returns the unsupported format in which the weights are packed, and what to do; None if they are not packed."""
+    """Returns a message about the unsupported format of packed weights and what to do, or None for other weights."""
     tensors = {name: tensor for name, tensor in files.tensors.items() if not name.startswith(OTHER_PARTS)}
     found = find_packed_format(tensors, values, read_descriptions(files), SUPPORTED)
     return found and f"{files.path}: {found}"
@@ -225,7 +225,7 @@ def _find_shape_problems(
 
 def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFiles, allow_extra: bool) -> list[str]:
     """Describes unknown tensors. Tensors in the language model would change its output, so they are never ignored."""
-    # The language model: trunk, head and MTP modules.
+    # The language model consists of trunk, head and MTP modules.
     parts = [f"{layout.trunk}{part}" for part in ("layers.", "norm.", "embed_tokens")]
     modules = layout.modules if layout.is_under_mtp else f"{layout.modules}mtp"
     prefixes = (*parts, modules, layout.head.removesuffix("weight"))

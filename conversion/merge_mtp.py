@@ -1,7 +1,7 @@
-"""Merges MTP modules back into a full Hugging Face checkpoint: the inverse of `export_mtp`.
+"""Merges MTP modules back into a full Hugging Face checkpoint, which is the inverse of `export_mtp`.
 
-Unchanged tensors keep their bytes. A changed tensor gets the dtype of the tensor that it replaces: it is cast, or
-quantized to block-scaled fp8.
+Unchanged tensors keep their bytes. A changed tensor is cast to the dtype of the tensor that it replaces, or quantized
+to block-scaled fp8.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ ADDED = "model-mtp.safetensors"  # the file for modules that the base lacks
 
 @dataclasses.dataclass
 class MergeReport:
-    """Counts of the modules' tensors: `equal` to the base's, `replaced` in the base, or `added` to it."""
+    """The numbers of module tensors that are `equal` to the base's, `replaced` in the base, or `added` to it."""
 
     equal: int = 0
     replaced: int = 0
@@ -47,7 +47,7 @@ def merge_tensors(
     """Writes the base checkpoint with new MTP modules.
 
     Args:
-        target: the folder to write. It appears only when it is complete.
+        target: the folder to write, which appears only when it is complete.
 
     Raises:
         CheckpointFileError: a tensor's shape differs from the shape of the tensor that it replaces.
@@ -55,7 +55,7 @@ def merge_tensors(
     report, changed = _compare(files, plan, modules)
     # A changed fp8 tensor gets new scales, so its scale tensor changes too.
     scaled_tensor = {plan.scales.names[name]: name for name in changed if name in plan.scales.names}
-    # The base's files keep their headers, since names, dtypes and shapes stay. New modules get a separate file.
+    # The base's files keep their headers, since names, dtypes and shapes are the same. New modules get a separate file.
     shards = []
     for file, header in files.headers.items():
         tensors, _ = parse_header(header, file, files.path)
@@ -66,22 +66,22 @@ def merge_tensors(
 
     def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
         name = scaled_tensor.get(entry.name, entry.name)
-        # Unchanged: copy the bytes.
+        # Copy the bytes of an unchanged tensor.
         if name in files.tensors and name not in changed:
             yield from files.blocks(name)
-        # Changed, and fp8 in the base: quantize, and yield the values or the scales, whichever the entry is.
+        # Quantize a changed tensor that is fp8 in the base, and yield the values or the scales, whichever the entry is.
         elif name in plan.scales.names:
             kind = files.tensors[plan.scales.names[name]].dtype
             for values, scales in quantized_blocks(modules.blocks(name), plan.scales.block, kind):
                 yield values if entry.name == name else scales
-        # Changed or added: cast.
+        # Cast any other tensor that is changed or added.
         else:
             for part in modules.blocks(name):
                 yield part.astype(entry.dtype, copy=False)
 
     with atomic_folder(pathlib.Path(target).resolve()) as folder:
         write_shards(folder, shards, blocks, progress)
-        # Added modules change the configuration and the index; everything else is copied.
+        # Added modules change the configuration and the index. All other files are copied.
         rewritten = {"config.json", INDEX} if added else set()
         copy_files(folder, files.bytes_of, [name for name in files.other_files() if name not in rewritten])
         if added:
@@ -114,7 +114,7 @@ def _compare(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors) -> 
 
 def _is_equal(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors, name: str) -> bool:
     """Returns whether an export of the base would contain the same tensor as the modules."""
-    # An export of an fp8 checkpoint contains bfloat16: dequantize the base in the same way before comparing.
+    # An export of an fp8 checkpoint contains bfloat16, so dequantize the base in the same way before comparing.
     dtype = modules.entries[name].dtype
     ours = (block.astype(dtype) for block in dequantized_blocks(files, plan.scales, name, dtype))
     return streams_equal(ours, modules.blocks(name))

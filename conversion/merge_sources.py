@@ -36,7 +36,7 @@ log = logging.getLogger("mtpjax.conversion")
 
 @dataclasses.dataclass
 class ModuleTensors:
-    """Tensors of MTP modules, under the names that they have in a full checkpoint."""
+    """The tensors of MTP modules, under their names in a full checkpoint."""
 
     count: int  # number of modules
     entries: dict[str, TensorEntry]
@@ -48,7 +48,7 @@ class ModuleTensors:
 def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Reads the modules from an export, or from a full checkpoint such as the original release of a fine-tuned model.
 
-    Copies of the trunk's embedding and head are omitted: the modules use the base's, as in inference engines.
+    Copies of the trunk's embedding and head are omitted, because the modules use the base's, as in inference engines.
 
     Returns:
         The modules, under their names in `base`.
@@ -64,18 +64,18 @@ def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan)
 
 def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Lists an export's tensors, except those shared with the trunk."""
-    # The export's configuration counts the modules; a base that has modules must have the same number.
+    # The export's configuration gives the number of modules. If the base has modules, the two numbers must be the same.
     values = exported.json("config.json")
     count = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
     if not isinstance(count, int) or count < 1 or plan.config.num_mtp_modules not in (0, count):
         raise CheckpointFileError(
             f"{exported.path} has {count!r} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
         )
-    # Modules of dense models are under `mtp.`; in older exports, they are additional layers.
+    # Modules of dense models are under `mtp.`, except in older exports, where they are additional layers.
     has_mtp = any(".mtp." in f".{name}" for name in exported.tensors)
     plan = _with_modules(plan, count, "layers" if plan.layout.mtp == "mtp_each" and not has_mtp else plan.layout.mtp)
     config = plan.config
-    # Qwen exports have the trunk's embedding and head under the original's prefix. A merge keeps the base's.
+    # Qwen exports contain the trunk's embedding and head under the original prefix. A merge keeps the base's tensors.
     names = {}
     for name in exported.tensors:
         trunk = next((each for each in TRUNK_PREFIXES if name == f"{each}embed_tokens.weight"), None)
@@ -84,9 +84,9 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
             if kept in base.tensors and not streams_equal(base.blocks(kept), exported.blocks(name)):
                 log.warning("%s in the export differs from the one in the checkpoint, which is kept", name)
         else:
-            # From here on, tensors have their names in the full checkpoint.
+            # From here on, tensors have the names that they have in a full checkpoint.
             names[original_name(name, config, plan.layout)] = name
-    # An export does not show whether copies equalled the trunk's tensors, so mtpjax's exports state it.
+    # The tensors do not show whether copies equalled the trunk's tensors, so the configuration of an export does.
     own_embedding = values.get("mtp_use_dedicated_embeddings") is True
     own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
     originals = {"embedding": plan.layout.embedding, "head": plan.layout.head}
@@ -116,7 +116,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         )
     require_same_norms(source.path, given.config.of_modules.zero_centred_norm, base.path, plan.config)
     plan = _with_modules(plan, count, given.layout.mtp)
-    # fp8 modules stay fp8 if they are added to a checkpoint with the same block size; otherwise they become bfloat16.
+    # fp8 modules stay fp8 if they are added to a checkpoint with the same block size, and otherwise become bfloat16.
     has_modules = any(path.startswith("mtp_") for path in plan.specs)
     blocks = [each.scales.block for each in (given, plan) if each.scales.names]
     keeps_fp8 = len(blocks) == 2 and blocks[0] == blocks[1] and not has_modules
@@ -124,7 +124,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
     names = {}
     for name in source.tensors:
         new = exported_name(name, given.config, given.layout)
-        # The merged modules use the base's embedding and head, so omit copies of the source's.
+        # The merged modules use the base's embedding and head, so omit copies of the source's embedding and head.
         if new is None or name in given.tied or name.removesuffix("_scale_inv") in given.tied:
             continue
         if keeps_fp8 or name not in scale_names:
@@ -146,7 +146,7 @@ def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> 
         is_centred: whether the modules store `w`, which is applied as `1 + w`.
 
     Raises:
-        CheckpointFileError: one stores `w` and the other `1 + w`.
+        CheckpointFileError: the modules store `w` and the base stores `1 + w`, or the other way round.
     """
     kinds = {True: "w (applied as 1 + w)", False: "1 + w"}
     expected = base.of_modules.zero_centred_norm
@@ -170,7 +170,7 @@ def _check_norms_of_export(exported: CheckpointFiles, names: dict[str, str], bas
 
 
 def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:
-    """Returns the base's plan with the merged modules' number and tensor names."""
+    """Returns the base's plan with the number and the tensor names of the merged modules."""
     layout = plan.layout if plan.config.num_mtp_modules else dataclasses.replace(plan.layout, mtp=mtp)
     return dataclasses.replace(plan, config=dataclasses.replace(plan.config, num_mtp_modules=count), layout=layout)
 

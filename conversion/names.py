@@ -17,7 +17,7 @@ from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-TRUNK_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of embedding, layers and final norm
+TRUNK_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # for embedding, layers and final norm
 # MiMo's and MiMo-V2's names for the module list, and for a module's projection and input norms.
 MIMO = {
     "mimo": ("mtp_layers", "input_proj", "token_layernorm", "hidden_layernorm"),
@@ -39,13 +39,13 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
     """Lists every parameter of a model.
 
     Args:
-        has: used to find out whether experts are stored one by one or stacked.
+        has: shows whether experts are stored one by one or stacked.
 
     Returns:
         The specs by flat parameter name, such as "trunk/layer_0/attention/qkv".
     """
     D, V = config.hidden_size, config.vocab_size
-    # The trunk: embedding, final norm, head (unless it is the embedding), and the decoder layers.
+    # The trunk has an embedding, a final norm, a head (unless it is the embedding), and decoder layers.
     specs = {"embedding": copied(layout.embedding, V, D)}
     specs["norm_final/scale"] = copied(f"{layout.trunk}norm.weight", D)
     if not config.tie_word_embeddings:
@@ -54,8 +54,8 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
         specs |= prefixed(
             f"trunk/layer_{layer}/", _decoder_layer(config, kind, f"{layout.trunk}layers.{layer}.", layout, has)
         )
-    # The MTP modules: a projection of [embedding | hidden], two or three norms, and one decoder layer each. Embedding
-    # and head are the trunk's, unless the checkpoint has separate ones for the modules.
+    # Each MTP module has a projection of [embedding | hidden], two or three norms, and one decoder layer. It uses the
+    # trunk's embedding and head, unless the checkpoint has separate ones for the modules.
     norms = ("norm_embedding", "norm_hidden", "norm_output")[: 3 if config.mtp_output_norm == "own" else 2]
     of_modules = dataclasses.replace(layout, feed_forward_norm=layout.mtp_feed_forward_norm)
     for number in range(config.num_mtp_modules):
@@ -88,7 +88,7 @@ def _decoder_layer(
     }
     attention = ATTENTION_NAMES[kind.attention](config, kind, prefix, layout)
     specs |= prefixed(f"{ATTENTION_KINDS[kind.attention].scope}/", attention)
-    # Feed-forward: experts, or one dense SwiGLU.
+    # The feed-forward layer is a mixture of experts or one dense SwiGLU.
     if kind.is_moe:
         return specs | prefixed("experts/", expert_names(config, prefix, layout, has))
     return specs | prefixed("dense/", dense_names(config, prefix))
@@ -101,29 +101,29 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
         `(prefix, around)`: the prefix of the module's decoder layer, and the names of the tensors around that layer by
         role (`AROUND_LAYER`). "embedding" and "head" are included only if the family may store copies of them.
     """
-    # Qwen: all modules share one projection and its norms. mtpjax's dense models ("mtp_each") use the same names, but
+    # All modules of Qwen share one projection and its norms. mtpjax's dense models ("mtp_each") use the same names, but
     # with several modules, each layer has a projection and norms.
     if layout.is_under_mtp:
         prefix = f"{layout.modules}layers.{number}."
         shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else layout.modules
         norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
         return prefix, _around(shared, "fc", *norms, "embed_tokens", "lm_head")
-    # MiMo: a separate list of layers, with no copies of embedding or head.
+    # MiMo has a separate list of layers, with no copies of embedding or head.
     if layout.mtp in MIMO:
         layers, *names = MIMO[layout.mtp]
         prefix = f"{layout.modules}{layers}.{number}."
         return prefix, _around(prefix, *names, "final_layernorm")
-    # Ernie: a separate list for each part of the module.
+    # Ernie has a separate list for each part of the module.
     if layout.mtp == "ernie":
         names = (f"mtp_{name}.{number}" for name in ("linear_proj", "emb_norm", "hidden_norm"))
         return f"{layout.modules}mtp_block.{number}.", _around(layout.modules, *names)
-    # DeepSeek-V3, GLM, Kimi and Hunyuan: additional decoder layers after the trunk's.
+    # DeepSeek-V3, GLM, Kimi and Hunyuan have additional decoder layers after the trunk's layers.
     prefix = f"{layout.modules}layers.{config.num_hidden_layers + number}."
     return prefix, _around(prefix, "eh_proj", "enorm", "hnorm", layout.mtp_norm, "embed_tokens", layout.mtp_head)
 
 
 def _around(prefix: str, *names: str) -> dict[str, str]:
-    """Returns the names of the tensors around a module's layer by role; the last roles may be missing."""
+    """Returns the names of the tensors around a module's layer by role. The last roles may be missing."""
     return {what: f"{prefix}{name}.weight" for what, name in zip(AROUND_LAYER, names, strict=False)}
 
 
@@ -133,7 +133,7 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
     Returns:
         The layout with the trunk's prefix, the name of a tied embedding, and the location of the MTP modules.
     """
-    # transformers saves Qwen3.5's text model under `model.`; the published files have `model.language_model.`.
+    # transformers saves Qwen3.5's text model under `model.`, but the published files have `model.language_model.`.
     trunks = (layout.trunk, *TRUNK_PREFIXES)
     trunk = next((trunk for trunk in trunks if has(f"{trunk}embed_tokens.weight") or has(f"{trunk}norm.weight")), None)
     layout = dataclasses.replace(layout, trunk=trunk or layout.trunk)
@@ -141,7 +141,7 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
     # A tied tensor may be stored only under the head's name.
     if config.tie_word_embeddings and has(layout.head) and not has(layout.embedding):
         layout = dataclasses.replace(layout, shared_embedding=layout.head)
-    # The modules' prefix may differ from the trunk's: `language_model.mtp.`, or `mtp.` next to `model.`.
+    # The modules' prefix may differ from the trunk's, as in `language_model.mtp.`, or `mtp.` next to `model.`.
     for root in (layout.module_root, "", *TRUNK_PREFIXES, "language_model."):
         moved = dataclasses.replace(layout, module_root=root)
         prefix, around = mtp_names(config, moved, 0)
@@ -158,7 +158,7 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
 
 
 def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
-    """Returns the prefixes of the MTP modules' tensor names: at least one, even without modules."""
+    """Returns the prefixes of the MTP modules' tensor names. There is at least one, even without modules."""
     if layout.is_under_mtp:
         return (layout.modules,)
     if layout.mtp == "ernie":
@@ -167,9 +167,9 @@ def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
 
 
 def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Yields `(copy, original)`: a tensor that may duplicate the trunk's embedding or head, and the duplicated tensor.
+    """Yields `(copy, original)` for each tensor that may be a duplicate of the trunk's embedding or head.
 
-    Some checkpoints store a copy of both in every MTP module, and a copy of a tied embedding as the head.
+    Some checkpoints store a copy of embedding and head in every MTP module, and a copy of a tied embedding as the head.
     """
     embedding = layout.embedding
     head = embedding if config.tie_word_embeddings else layout.head
@@ -187,8 +187,8 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
     """Returns a tensor's name in an export, or None if the tensor does not belong to a module.
 
     The decoder layer of module k becomes `model.layers.k`. Tensors around it become `model.X` if there is one module,
-    and `model.layers.k.X` if there are several, which xLLM's script rejects. Qwen, MiMo and Ernie keep their names,
-    under `mtp.` and `model.`.
+    or `model.layers.k.X` if there are several modules (which xLLM's script rejects). The tensors of Qwen, MiMo and
+    Ernie keep their names under `mtp.` and `model.`.
     """
     if layout.is_under_mtp:
         return f"mtp.{name.removeprefix(layout.modules)}" if name.startswith(layout.modules) else None
@@ -197,7 +197,7 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
         return f"model.{name.removeprefix(layout.modules)}" if is_of_module else None
     if name == "rot.weight":  # a rotation that some quantized checkpoints have
         return "model.rot.weight"
-    # Modules are the decoder layers after the trunk's.
+    # Modules are the decoder layers after the trunk's layers.
     found = re.fullmatch(rf"{re.escape(layout.modules)}layers\.(\d+)\.(.+)", name)
     if found is None or int(found[1]) < config.num_hidden_layers:
         return None
@@ -226,6 +226,6 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
 
 
 def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
-    """Lists the trunk's tensors that Qwen exports contain in addition to the modules: embedding and head."""
+    """Lists the trunk's tensors (embedding and head) that Qwen exports contain in addition to the modules."""
     # Inference engines run a Qwen export as a complete model, which needs both.
     return [layout.embedding] if config.tie_word_embeddings else [layout.embedding, layout.head]

@@ -1,7 +1,7 @@
 """Determines whether a checkpoint stores norm weights as `w` (zero-centred) or as `1 + w`.
 
-Norm weights start training at 0 or 1 and stay close to it, so their means show the convention. Conversion programs add
-1 to some or all norms, often to the trunk's norms but not to the MTP modules'.
+Norm weights are initialized to 0 or 1 and stay close to that value, so their means show the convention. Conversion
+programs add 1 to some or all norms, often to the trunk's norms but not to those of the MTP modules.
 """
 
 import collections
@@ -19,7 +19,7 @@ from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-CENTRED, SHIFTED = 0.4, 0.6  # weights with a mean below the first are w; above the second, they are 1 + w
+CENTRED, SHIFTED = 0.4, 0.6  # a mean weight below the first means w, above the second 1 + w
 
 
 def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: CheckpointFiles) -> ModelConfig:
@@ -34,7 +34,7 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
         return config
     means = _norm_means(specs, files)
     trunk = {name: found for name, found in means.items() if not name.startswith("mtp_")}
-    # The final norm and the query and key norms may drift far from 1; the norms before attention do not.
+    # The final norm and the query and key norms may drift far from 1, but the norms before attention do not.
     first = [found for name, found in trunk.items() if name.endswith("norm_attention/scale")]
     is_centred = find_norm_storage("the trunk", [mean for _, mean, _ in first], default=True)
     if not is_centred:
@@ -65,7 +65,7 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
 
 
 def _norm_means(specs: dict[str, ParamSpec], files: CheckpointFiles) -> dict[str, tuple[str, float, float]]:
-    """Returns `(tensor, mean, least)` for every norm that may be stored either way, by parameter name."""
+    """Returns `(tensor, mean, minimum)`, by parameter name, for every norm that may be stored either way."""
     means = {}
     for path, spec in specs.items():
         name = spec.slices[0].name
@@ -79,7 +79,7 @@ def _norm_means(specs: dict[str, ParamSpec], files: CheckpointFiles) -> dict[str
 
 
 def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
-    """Returns whether norms are stored as `w`, by the median of their means.
+    """Determines from the median of the norms' means whether they are stored as `w`.
 
     Args:
         default: the result if there are no norms or, with a warning, if the means fit neither convention.
@@ -98,7 +98,7 @@ def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
 
 
 def _warn_of_mixture(what: str, norms: Iterable[tuple[str, float, float]], is_centred: bool) -> None:
-    """Warns if some kind of norm seems to be stored the other way."""
+    """Warns if one kind of norm seems to be stored in the other way."""
     kinds: dict[str, list[tuple[str, float, float]]] = collections.defaultdict(list)
     for name, mean, least in norms:
         kinds[".".join(part for part in name.split(".") if not part.isdecimal())].append((name, mean, least))

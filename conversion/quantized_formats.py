@@ -1,6 +1,6 @@
 """Recognizes unsupported quantized formats by tensor names and dtypes, for error messages.
 
-The tensors decide, because configurations may be wrong or out of date. Messages only quote the configuration.
+Only the tensors decide, because configurations may be wrong or out of date. Messages quote the configuration.
 """
 
 import json
@@ -36,13 +36,13 @@ def _is(*kinds: str) -> Callable[[Tensors, str, str], bool]:
 
 
 def _is_beside(*ends: str, kinds: tuple[str, ...] = tuple(DTYPES)) -> Callable[[Tensors, str, str], bool]:
-    """Accepts a tensor that has one of these dtypes, if all these companion tensors exist."""
+    """Accepts a tensor with one of these dtypes if all of these companion tensors exist."""
     has_dtype = _is(*kinds)
     return lambda tensors, name, stem: has_dtype(tensors, name, stem) and all(f"{stem}{end}" in tensors for end in ends)
 
 
 def _is_awq(tensors: Tensors, name: str, stem: str) -> bool:
-    """AWQ packs the columns of `qweight [I, O / 8]`; GPTQ packs its rows, `[I / 8, O]`."""
+    """Recognizes AWQ, which packs the columns of `qweight [I, O / 8]`. GPTQ packs its rows `[I / 8, O]` instead."""
     scales = tensors.get(f"{stem}.scales")
     if f"{stem}.g_idx" in tensors or scales is None or len(tensors[name].shape) != 2:
         return False
@@ -52,7 +52,7 @@ def _is_awq(tensors: Tensors, name: str, stem: str) -> bool:
 TORCH = "load it with transformers and call model.dequantize() and save_pretrained, or "
 OWN_NAMES = (".weight_packed", ".qweight", ".codes", ".W_q", ".trellis", "._data")
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-# The first match wins, so specific formats come first.
+# The first match wins, so more specific formats are listed first.
 FORMATS = (
     PackedFormat("compressed-tensors NVFP4", r"\.weight_packed", _is_beside(".weight_global_scale", kinds=("U8",))),
     PackedFormat("compressed-tensors MXFP4", r"\.weight_packed", _is("U8")),
@@ -95,8 +95,8 @@ FORMATS = (
 
 
 def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str, Any], supported: str) -> str | None:
-    """Returns a message with the format of a packed checkpoint, a tensor that shows it, and what to do, or None."""
-    # Every packed format has integer tensors, fp8 tensors other than plain weights, or specific names.
+    """Returns a message about a packed checkpoint's format and what to do, or None if the weights are not packed."""
+    # Every packed format has integer tensors, fp8 tensors that are not plain weights, or specific names.
     odd = [name for name in tensors if tensors[name].dtype.kind in "iu" or name.endswith(OWN_NAMES)]
     odd += [name for name in tensors if tensors[name].dtype in FP8 and not name.endswith((".weight", "_proj"))]
     for name in sorted(odd):
@@ -115,7 +115,7 @@ def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str,
 
 
 def described_quantization(values: Any, descriptions: Mapping[str, Any]) -> str:
-    """Quotes a checkpoint's quantization settings, such as "config.json: quant_method awq, bits 4"; may be empty."""
+    """Quotes a checkpoint's quantization settings, such as "config.json: quant_method awq, bits 4". May return ""."""
     levels = [values, values.get("text_config")] if isinstance(values, dict) else []
     sections = [
         ("config.json", level.get(key))
@@ -129,7 +129,7 @@ def described_quantization(values: Any, descriptions: Mapping[str, Any]) -> str:
     for name, section in sections:
         if not isinstance(section, dict) or not section:
             continue
-        # Lists of modules are long; short values identify the format.
+        # Quote only short values, which identify the format, because lists of modules are long.
         words = [f"{key} {json.dumps(value)}" for key, value in section.items() if _is_short(value)]
         return f"{name}: {', '.join(words[:6])}" if words else name
     return ""

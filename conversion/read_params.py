@@ -26,7 +26,7 @@ MakeArray = Callable[[str, ParamSpec, np.dtype, ReadPart], Any]  # path, spec, d
 
 @dataclasses.dataclass(frozen=True)
 class ScaleMap:
-    """The names and block size of fp8 tensors' scales."""
+    """The names and the block size of the scales of fp8 tensors."""
 
     names: dict[str, str]  # fp8 tensor -> its scale tensor
     block: tuple[int, int] = (0, 0)  # rows and columns of a tensor that share a scale; unused without fp8
@@ -36,9 +36,9 @@ def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
     """Describes a parameter's scales.
 
     Returns:
-        A spec whose input axis counts blocks; the other axes are as in the parameter.
+        A spec with one entry per block along the input axis. The other axes are as in the parameter.
     """
-    # Along the input axis, one scale serves a whole block; along the other axes, scales are repeated.
+    # Along the input axis, there is one scale per block. Along the other axes, scales are repeated.
     shape = list(spec.shape)
     shape[spec.in_axis] = -(-shape[spec.in_axis] // scales.block[1])
     return dataclasses.replace(spec, shape=tuple(shape))
@@ -51,7 +51,7 @@ def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index
         values = files.read_checked(piece.name, begin, end)
         if piece.name not in scales.names:
             return values
-        # `rows` reads all columns of a tensor, so the scales need not be cut.
+        # `rows` reads all columns of a tensor, so the scales do not need to be cut.
         return dequantize(values, _read_scale_rows(files, scales, piece.name, begin, end), 1, scales.block[1], 0)
 
     return _assemble(spec, index, dtype, rows)
@@ -61,10 +61,10 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
     """Multiplies fp8 values by their scales.
 
     Args:
-        values: float8_e4m3fn, any shape; a part of an array along `axis`.
+        values: float8_e4m3fn, any shape; may be a part of a larger array along `axis`.
         scales: float32, with the same axes as `values`, and one entry per block along `axis` of the whole array.
         axis: the axis along which `block` elements share a scale.
-        begin: the start index of `values` along `axis` in the whole array.
+        begin: the index in the whole array at which `values` starts along `axis`.
     """
     # Repeat each scale for the elements of its block, and cut out the part that `values` covers.
     part = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
@@ -78,13 +78,13 @@ def read_values(files: TensorSource, spec: ParamSpec, index: Index) -> np.ndarra
 
 
 def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index) -> np.ndarray:
-    """Reads the float32 scales for a part of a parameter; each block's scales are repeated for its rows."""
+    """Reads the float32 scales for a part of a parameter. The scales of each block are repeated for its rows."""
     rows = lambda piece, begin, end: _read_scale_rows(files, scales, piece.name, begin, end)
     return _assemble(scale_spec(spec, scales), index, FLOAT32, rows)
 
 
 def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: int, end: int) -> np.ndarray:
-    """Reads the scales for rows of an fp8 tensor, one row of scales for each row of the tensor."""
+    """Reads the scales for rows of an fp8 tensor, with one row of scales for each row of the tensor."""
     # Repeat each row of scales for the rows of its block, then cut out the requested rows.
     side = scales.block[0]
     first = begin // side
@@ -125,8 +125,8 @@ def encode_scales(scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _assemble(
     spec: ParamSpec, index: Index, dtype: np.dtype, rows: Callable[[TensorSlice, int, int], np.ndarray]
 ) -> np.ndarray:
-    """Assembles a part of a parameter from rows of its tensors, a few blocks in memory at once."""
-    # Each slice fills its rectangle of the part; together they cover it.
+    """Assembles a part of a parameter from rows of its tensors, with only a few blocks in memory at once."""
+    # Each slice fills one rectangle of the part. Together, the slices cover the part.
     out = _aligned([end - begin for begin, end in index], dtype)
     for piece in spec.slices:
         for block in piece.blocks(dtype.itemsize):
@@ -150,25 +150,25 @@ def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
 def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
     """Intersects a slice with a part of the parameter.
 
-    Returns the slice with only the needed rows, an index into the values that it reads, and an index into the part;
-    None if the two do not overlap.
+    Returns the slice with only the needed rows, an index into the values that it reads, and an index into the part, or
+    None if the slice and the part do not overlap.
     """
     local, target = [], []
     narrow = piece
     for axis, (place, size, (begin, end)) in enumerate(zip(piece.target, spec.shape, index, strict=True)):
-        # The slice has one index along this axis, such as an expert's, which is inside the part or not.
+        # If the slice has a single index along this axis, such as an expert, it must be inside the part.
         if not isinstance(place, slice):
             if not begin <= place < end:
                 return None
             target.append(place - begin)
             continue
-        # The slice has a range along this axis: intersect the two ranges.
+        # Otherwise, the slice has a range along this axis, so intersect the two ranges.
         first, last, _ = place.indices(size)
         low, high = max(first, begin), min(last, end)
         if low >= high:
             return None
         target.append(slice(low - begin, high - begin))
-        # Along the tensor's rows, read only the intersection; along other axes, cut the rest off after reading.
+        # Along the tensor's rows, read only the intersection. Along other axes, cut off the rest after reading.
         if axis == piece.rows_axis:
             narrow = piece.narrowed(low - first, high - first)
             local.append(slice(None))

@@ -1,4 +1,4 @@
-"""Rotary embeddings in `config.json`: `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
+"""Reads rotary settings from `rope_parameters` (transformers 5), or from `rope_scaling` and `rope_theta` (before).
 
 Values have the same meaning as in transformers. Values that transformers rejects, or that make the frequencies depend
 on the text length, raise an error.
@@ -12,19 +12,19 @@ from mtpjax.errors import ConfigError
 from mtpjax.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# For text, mrope's three sections have the same positions, so mrope equals "default". "dynamic" rescales only texts
-# longer than `max_position_embeddings`, which decoding rejects.
+# In text, mrope's three sections have the same positions, so mrope is equivalent to "default". "dynamic" rescales only
+# texts that are longer than `max_position_embeddings`, and decoding rejects these.
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3", "mrope")
 
-# MiMo-V2's older keys for both layer types. Files with only some of them have no defined meaning.
+# MiMo-V2's older keys for both layer types. A file with only some of them has no defined meaning.
 OLDER_KEYS = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
 
 
 def with_defaults(stated: dict[str, Any], defaults: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Adds a family's default values, but rotary defaults only where transformers uses them.
+    """Adds a family's default values, but adds rotary defaults only where transformers uses them.
 
     Raises:
-        ConfigError: the family needs rotary settings for each layer type, and the file has only some older keys.
+        ConfigError: the family needs rotary settings for each layer type, but the file has only some older keys.
     """
     is_stated = stated.get("rope_parameters") is not None
     stated = {key: value for key, value in stated.items() if key != "rope_parameters" or is_stated}
@@ -89,7 +89,7 @@ def describe_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def _section(reader: ConfigReader) -> ConfigReader:
-    """Returns the section for rotary embeddings. If a file has both sections, they must agree."""
+    """Returns the section for rotary embeddings. If a file has both kinds of sections, they must agree."""
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
     if not new.values or not old.values:
         return new if new.values else old
@@ -107,7 +107,7 @@ def _section(reader: ConfigReader) -> ConfigReader:
 
 
 def _kind(section: ConfigReader) -> str:
-    """Returns the scaling type; "default" for an empty section."""
+    """Returns the scaling type, which is "default" for an empty section."""
     names = [section.get(key) for key in ("rope_type", "type")]
     given = [name for name in names if name is not None]
     if not given and (section.get("factor") is not None or section.values.keys() & {"rope_type", "type"}):
@@ -127,7 +127,7 @@ def _kind(section: ConfigReader) -> str:
 def _read_section(
     section: ConfigReader, reader: ConfigReader, rotates_part: bool, *, is_nested: bool = False
 ) -> dict[str, Any]:
-    """Reads one section; `rope_theta` and `partial_rotary_factor` may be inside or outside it."""
+    """Reads one section. `rope_theta` and `partial_rotary_factor` may be inside or outside the section."""
     for of in (section, reader):
         if "rope_theta" in of.values and of.get("rope_theta") is None:
             raise ConfigError("config.json: rope_theta is null, not a positive number")
@@ -166,10 +166,10 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
         return LinearScaling(factor=needed("factor"))
     original = _original_length(section, reader, is_nested)
     if kind == "llama3":
-        # Llama 3 scales low frequencies only, with a smooth transition.
+        # Llama 3 scales only low frequencies, with a smooth transition.
         factors = {key: needed(key) for key in ("low_freq_factor", "high_freq_factor", "factor")}
         return Llama3Scaling(original_max_position_embeddings=original, **factors)
-    # YaRN. A null factor means the ratio of the lengths; for some optional keys, null or 0 means unset.
+    # The type is YaRN. A null factor means the ratio of the lengths. For some optional keys, null or 0 means unset.
     is_null = "factor" in section.values and section.get("factor") is None
     factor = reader.integer("max_position_embeddings") / original if is_null else needed("factor")
     if "truncate" in section.values and section.get("truncate") is None:
@@ -186,7 +186,7 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
 
 
 def _original_length(section: ConfigReader, reader: ConfigReader, is_nested: bool) -> int:
-    """Reads the context length before scaling: outside or inside the section, else `max_position_embeddings`."""
+    """Reads the length before scaling from outside or inside the section, or else from `max_position_embeddings`."""
     key = "original_max_position_embeddings"
     inside = section.get(key)
     if not is_nested and reader.get(key) is not None:

@@ -1,7 +1,7 @@
-"""Parses safetensors headers, with every number checked before anything is allocated.
+"""Parses safetensors headers, and checks every number before allocating anything.
 
-The safetensors package is not used: its NumPy interface cannot return fp8 tensors, it accepts a header that lists a
-tensor twice, and `convert` parses headers without a file. A test compares the results with the package's.
+The safetensors package is not used, because its NumPy interface cannot return fp8 tensors, it accepts a header that
+lists a tensor twice, and `convert` parses headers without a file. A test compares the results with the package's.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT32, BF16, E4M3, E8M0 = (DTYPES[name] for name in ("F32", "BF16", "F8_E4M3", "F8_E8M0"))
 FLOATS = (FLOAT32, DTYPES["F16"], BF16)
 
-# Limits far above any real checkpoint, so that a damaged checkpoint cannot exhaust memory.
-MAX_HEADER_BYTES = 32 << 20  # all headers of DeepSeek-V3, with 91,991 tensors, take a tenth of this
+# These limits are far above any real checkpoint, and prevent a damaged checkpoint from exhausting memory.
+MAX_HEADER_BYTES = 32 << 20  # a tenth of this is enough for all headers of DeepSeek-V3, with 91,991 tensors
 MAX_TENSORS = 500_000
 
 
@@ -59,13 +59,13 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
         CheckpointFileError: the header is damaged, or describes tensors that overlap, leave gaps, or have an
             unsupported dtype.
     """
-    # The header is JSON: a dict of tensors by name, and optional metadata.
+    # The header is a JSON object that contains tensors by name and optional metadata.
     header = parse_json(content[8:], path)
     if not isinstance(header, dict) or len(header) > MAX_TENSORS:
         raise CheckpointFileError(f"{path} has no safetensors header")
     metadata = header.pop("__metadata__", None)
     tensors = [_tensor(name, entry, file, path, len(content)) for name, entry in header.items()]
-    # The format has neither gaps nor overlaps: each tensor starts where the previous one ends.
+    # The format allows neither gaps nor overlaps, so each tensor starts where the previous one ends.
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     expected = len(content)
     for tensor in tensors:
@@ -76,14 +76,14 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
 
 
 def parse_json(content: bytes, path) -> Any:
-    """Parses JSON from a checkpoint, and rejects duplicate keys, because parsers differ in which one they keep.
+    """Parses JSON from a checkpoint. Rejects duplicate keys, because parsers differ in which duplicate they keep.
 
     Raises:
         CheckpointFileError: the content is not JSON, or an object has a key twice.
     """
 
     def unique(pairs):
-        # `dict` keeps the last of equal keys, so it is shorter than the list of pairs.
+        # `dict` keeps only the last of several equal keys, so it is then shorter than the list of pairs.
         result = dict(pairs)
         if len(result) < len(pairs):
             seen: set[str] = set()
@@ -101,7 +101,7 @@ def parse_json(content: bytes, path) -> Any:
 
 
 def _tensor(name: str, entry: Any, file: str, path, data_begin: int) -> TensorInfo:
-    """Checks one entry of a header; its offsets count from `data_begin`, the end of the header."""
+    """Checks one entry of a header. Its offsets count from `data_begin`, the end of the header."""
     problem = f"{path}: tensor {name[:200]!r}"
     if not name or not name.isprintable() or len(name) > 1000:
         raise CheckpointFileError(f"{path} has an invalid tensor name {name[:100]!r}")

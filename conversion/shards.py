@@ -1,7 +1,7 @@
 """Writes safetensors files block by block, so that a tensor is never in memory as a whole.
 
-The safetensors package is not used: `save_file` takes whole arrays, reorders tensors and writes a new header, but a
-converted checkpoint must reproduce the original header byte for byte.
+The safetensors package is not used, because its `save_file` needs whole arrays, reorders tensors and writes a new
+header, whereas a converted checkpoint must reproduce the original header byte for byte.
 """
 
 import json
@@ -50,7 +50,7 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
     """Makes a shard with a new header.
 
     Args:
-        metadata: the `__metadata__` of the header; transformers expects `{"format": "pt"}`.
+        metadata: the `__metadata__` of the header, which transformers expects to be `{"format": "pt"}`.
     """
     entries, place, header = tuple(entries), 0, {}
     if metadata is not None:
@@ -67,12 +67,12 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
 
 
 def split_into_shards(entries: Iterable[TensorEntry], max_bytes: int = SHARD_BYTES) -> list[Shard]:
-    """Distributes tensors over files, named as on Hugging Face.
+    """Distributes tensors over files, whose names are as on Hugging Face.
 
     Args:
-        max_bytes: the maximum size of a file; a tensor that is larger gets a separate file.
+        max_bytes: the maximum size of a file. A tensor that is larger gets a separate file.
     """
-    # Fill files in order: a tensor that does not fit starts the next file.
+    # Fill the files in order. A tensor that does not fit starts the next file.
     groups: list[list[TensorEntry]] = [[]]
     room = max_bytes
     for entry in entries:
@@ -101,7 +101,7 @@ def write_shards(
         CheckpointFileError: `blocks` yields more or fewer bytes than the entry has.
     """
     for shard in shards:
-        # "x" fails for a file that exists, so a shard never overwrites another file.
+        # Mode "x" fails if the file exists, so a shard never overwrites another file.
         with open(folder / shard.file, "xb") as file:
             file.write(shard.header)
             for entry in shard.entries:
@@ -119,7 +119,7 @@ def write_shards(
 
 
 def _prefetched(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields the same blocks, each computed in a thread while the previous one is used."""
+    """Yields the same blocks, but computes each block in a thread while the caller uses the previous one."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, blocks, None)
         while (block := coming.result()) is not None:

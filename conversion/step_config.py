@@ -17,8 +17,8 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
     """Translates Step-3.5's lists to the keys of other families.
 
     Returns:
-        The values with `rope_parameters` per layer type, `layer_types` and limits for the trunk's layers only,
-        `mlp_layer_types` and `mtp_layer_type`. Other keys are kept.
+        The values with `rope_parameters` per layer type, with `layer_types` and limits only for the trunk's layers, and
+        with `mlp_layer_types` and `mtp_layer_type`. Other keys are kept.
 
     Raises:
         ConfigError: a list has the wrong length or type, layers of the same type differ, or an MTP module has a SwiGLU
@@ -53,7 +53,7 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
         if any(limits[layers:]):
             raise ConfigError(f"config.json: {key} with bounds for MTP modules is not supported")
         made[key] = limits[:layers]
-    # Settings that differ in layers with a window.
+    # Read the settings that differ in layers with a window.
     other = reader.section("attention_other_setting")
     other.require("attention_type", "sliding_attention")
     other.require("head_dim", values.get("head_dim"))
@@ -67,7 +67,7 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed(values: dict[str, Any], key: str, kind: type | tuple[type, ...], layers: int, modules: int) -> list[Any]:
-    """Reads one entry per layer and module. A single value applies to all; without the key the list is empty."""
+    """Reads one entry per layer and module. A single value applies to all. Without the key, the list is empty."""
     value = values.get(key)
     if value is None or value == []:
         return []
@@ -80,7 +80,7 @@ def _listed(values: dict[str, Any], key: str, kind: type | tuple[type, ...], lay
 
 
 def _rope_by_type(values: dict[str, Any], types: list[str], layers: int, modules: int) -> dict[str, Any]:
-    """Reads rotary embeddings: base and rotated share per layer, and scaling for the types in `yarn_only_types`."""
+    """Reads the rotary base and rotated share of each layer, and the scaling for the types in `yarn_only_types`."""
     kinds, made = ("full_attention", "sliding_attention"), {}
     scaling, scaled = values.get("rope_scaling") or {}, values.get("yarn_only_types") or kinds
     for kind in kinds:
@@ -96,7 +96,7 @@ def _rope_by_type(values: dict[str, Any], types: list[str], layers: int, modules
 
 
 def _feed_forward_types(values: dict[str, Any], layers: int) -> list[str]:
-    """Reads which layers have experts, by index or by type; by default, all but the first three."""
+    """Reads which layers have experts, by index or by type. By default, all layers except the first three have them."""
     sparse = values.get("moe_layers_enum")
     if sparse is None:
         return values.get("mlp_layer_types") or ["dense" if layer < 3 else "sparse" for layer in range(layers)]

@@ -1,4 +1,4 @@
-"""Finds a checkpoint's MTP modules: their files, their number, and which copies are tied."""
+"""Finds the files of a checkpoint's MTP modules, the number of modules, and which copies are tied."""
 
 import dataclasses
 import logging
@@ -20,8 +20,8 @@ KNOWN_FILE = "consolidated"  # prefix of files that contain the same weights und
 def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) -> None:
     """Reads MTP modules from files that the index does not list, such as `mtp.safetensors`, and reports other files.
 
-    A file is read if it has new tensors of MTP modules, and no tensor that differs from the checkpoint's. An export may
-    repeat embedding and head.
+    A file is read if it has new tensors of MTP modules and no tensor that differs from the checkpoint's tensor of the
+    same name. An export may repeat embedding and head.
     """
     unused = []
     for file in files.unread:
@@ -52,7 +52,7 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
 def _find_modules(
     parsed: hf_config.ParsedConfig, files: CheckpointFiles, further: CheckpointFiles
 ) -> tuple[list[str], str]:
-    """Returns a further file's new MTP module tensors, and a tensor that differs from the checkpoint's ("" if none)."""
+    """Returns a file's new MTP module tensors, and the name of a tensor that differs from the checkpoint's, or ""."""
     layout = stored_layout(parsed.layout, parsed.model, (further.tensors.keys() | files.tensors.keys()).__contains__)
     prefixes = module_prefixes(parsed.model, layout)
     names = [name for name in further.tensors if name.startswith(prefixes) and name not in files.tensors]
@@ -75,8 +75,8 @@ def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointF
 def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
     """Returns the configuration with the number of MTP modules to load.
 
-    This is the number in the files. If the files have some of the modules that the configuration states, but not all,
-    it is the stated number, and loading reports the missing tensors.
+    This is the number of modules in the files. However, if the files have only some of the modules that the
+    configuration states, it is the stated number, and loading reports the missing tensors.
     """
     config = parsed.model
     found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
@@ -111,7 +111,7 @@ def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -
 
 
 def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Ties copies of embedding and head in MTP modules if they equal the trunk's; otherwise loads them separately.
+    """Ties copies of embedding and head in MTP modules if they equal the trunk's, and loads other ones separately.
 
     Returns:
         The configuration with `mtp_own_embedding` and `mtp_own_head` set.
@@ -121,7 +121,7 @@ def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles)
     """
     own = {"embedding": [], "head": []}
     for copy, original in tied_copies(config, layout):
-        # Most checkpoints leave the copies out.
+        # Most checkpoints omit the copies.
         if copy not in files.tensors or original not in files.tensors:
             log.info("%s is shared: the files contain no copy", copy)
             continue

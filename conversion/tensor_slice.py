@@ -1,8 +1,8 @@
 """Maps a Hugging Face checkpoint's tensors to parameters.
 
-A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice maps some rows of a tensor, reshaped, indexed and
-transposed, to a part of a parameter. No arithmetic is involved, so the same slices write the parameter back to the
-tensor with the same bytes.
+A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice reshapes, indexes and transposes some rows of a
+tensor, and assigns them to a part of a parameter. No arithmetic is involved, so the same slices can write the parameter
+back to the tensor with the same bytes.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class TensorSlice(NamedTuple):
 
     @property
     def rows_axis(self) -> int | None:
-        """The parameter's axis along which the units run; `None` if the slice is a single unit."""
+        """The parameter's axis along which the units are arranged, or `None` if the slice is a single unit."""
         if self.select[0] != ALL or len(self.split) == 1:
             return None
         # Follow the first factor through the selection and the transposition to its axis of the parameter.
@@ -54,13 +54,13 @@ class TensorSlice(NamedTuple):
         """Cuts the slice along its rows.
 
         Returns:
-            The slice of these units only, with fewer rows and a smaller target.
+            The slice of only these units, with fewer rows and a smaller target.
         """
         # A slice of a single unit cannot be cut.
         axis = self.rows_axis
         if axis is None:
             return self
-        # A unit is some rows of the tensor and one index along the parameter's axis; cut both alike.
+        # A unit is some rows of the tensor and one index along the parameter's axis, so cut both in the same way.
         first, rows_per_unit = self.rows[0], (self.rows[1] - self.rows[0]) // self.split[0]
         along = self.target[axis]
         assert isinstance(along, slice)
@@ -75,16 +75,16 @@ class TensorSlice(NamedTuple):
         Yields:
             Slices of at most `BLOCK_BYTES`, or of a single unit if a unit is larger.
         """
-        # As many units as fit into a block of memory, in steps of nearly equal size.
+        # Take as many units at a time as fit into a block of memory, in steps of nearly equal size.
         step = even_step(self.units, BLOCK_BYTES // max(math.prod(self.split) // self.units * itemsize, 1))
         for begin in range(0, self.units, step):
             yield self.narrowed(begin, min(begin + step, self.units))
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Arranges rows of the tensor as in the parameter.
+        """Arranges rows of the tensor in the same way as in the parameter.
 
         Args:
-            rows: the slice's rows of the tensor. The last axis may be shorter, as it is for block scales.
+            rows: the rows of the tensor that the slice covers. The last axis is shorter for block scales.
 
         Returns:
             A view of `rows`, to be assigned to `param[target]`.
@@ -106,10 +106,10 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     slices: tuple[TensorSlice, ...]
-    in_axis: int = -1  # negative index of the axis from the tensors' last axis; block scales are shorter along it
+    in_axis: int = -1  # negative index of the tensors' last axis in the parameter; block scales are shorter along it
 
     def chunks(self, itemsize: int) -> tuple[int, ...]:
-        """Chooses chunks in which the parameter can be converted with bounded memory.
+        """Chooses the chunks in which the parameter is converted, so that memory use is bounded.
 
         Chunks are cut between experts, which are separate tensors, and along the tensors' rows, so that reading a chunk
         reads only its bytes.
@@ -117,7 +117,7 @@ class ParamSpec:
         Returns:
             The shape of a chunk. A chunk has at most `BLOCK_BYTES` if cuts along these two axes suffice.
         """
-        # Cut the expert axis first: each expert is a separate tensor. Then cut along the rows.
+        # Cut the expert axis first, because each expert is a separate tensor. Then cut along the rows.
         shape = list(self.shape)
         has_experts = not isinstance(self.slices[0].target[0], slice)
         for axis in (0 if has_experts else None, self.slices[0].rows_axis):
@@ -134,10 +134,10 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
         target: one index per axis of the parameter.
         rows: begin and end along the tensor's first axis; by default, all rows.
         split: the factored shape of these rows; by default, they are not factored.
-        select: indices into the factors; omitted ones are `slice(None)`.
-        axes: the transposition; by default none.
+        select: indices into the factors; omitted indices are `slice(None)`.
+        axes: the transposition; by default, there is none.
     """
-    # Fill in the defaults: all rows, not factored, nothing selected, not transposed.
+    # By default, the slice has all rows, which are not factored, selected from or transposed.
     begin, end = rows or (0, shape[0])
     split = split or (end - begin, *shape[1:])
     assert math.prod(split) == (end - begin) * math.prod(shape[1:]), (name, shape, split)
@@ -179,24 +179,25 @@ def gate_up(prefix: str, D: int, F: int) -> ParamSpec:
 
 
 def even_step(size: int, largest: int) -> int:
-    """Chooses a step that cuts an axis into as few parts as `largest` allows, of nearly equal size.
+    """Chooses a step that cuts an axis into as few parts as `largest` allows, with nearly equal sizes.
 
     Args:
         size: length of the axis.
         largest: the maximum length of a part; values below 1 count as 1.
     """
-    # Compute the number of parts, rounded up, then their length: 10 in steps of at most 6 gives 5 and 5, not 6 and 4.
+    # Compute the number of parts, rounded up, and then their length, so that 10 in steps of at most 6 is cut into 5 and
+    # 5, not into 6 and 4.
     count = -(-size // max(1, largest))
     return -(-size // max(count, 1))
 
 
 def copy_into(out: np.ndarray, view: np.ndarray) -> None:
-    """Assigns `out[...] = view`. Transposed views are copied by XLA, which is several times as fast as NumPy."""
+    """Assigns `out[...] = view`. XLA copies transposed views, because it is several times as fast as NumPy."""
     # NumPy copies contiguous and small arrays as fast as the memory allows.
     if view.flags.c_contiguous or view.nbytes < TILE_BYTES // 4 or _cpu() is None:
         out[...] = view
         return
-    # Use small tiles, whose memory is reused: touching fresh memory would cost more than the copy.
+    # Use small tiles, whose memory is reused, because touching fresh memory would cost more than the copy.
     axis = int(np.argmax(view.strides))
     step = max(1, TILE_BYTES * view.shape[axis] // view.nbytes)
     for begin in range(0, view.shape[axis], step):

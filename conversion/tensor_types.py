@@ -12,7 +12,7 @@ from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError
 from mtpjax.messages import count_of
 
-# Dtypes of scales: floats, or exponents (e8m0: 2^(x - 127)), which some programs store as plain bytes.
+# Scales are floats, or exponents (e8m0, which means 2^(x - 127)), which some programs store as plain bytes.
 SCALES = (*FLOATS, E8M0, DTYPES["U8"])
 SUPPORTED = "float32, float16, bfloat16, and float8_e4m3fn with a scale for each block"
 
@@ -20,8 +20,8 @@ SUPPORTED = "float32, float16, bfloat16, and float8_e4m3fn with a scale for each
 def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMap, dtype) -> np.dtype:
     """Chooses a parameter's dtype, and rejects tensors with unsupported dtypes.
 
-    A parameter that is assembled from tensors with different dtypes, such as q in bfloat16 and k in float32, becomes
-    float32, which represents all their values exactly.
+    If a parameter is assembled from tensors with different dtypes, such as q in bfloat16 and k in float32, it becomes
+    float32, which represents all of their values exactly.
 
     Args:
         dtype: the dtype to cast to; None keeps the files' dtype.
@@ -43,7 +43,7 @@ def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
     """Describes the parameters that are assembled from tensors with different dtypes.
 
     Returns:
-        A clause with the number of parameters and an example; empty if there are none. Missing tensors are ignored.
+        A clause with the number of parameters and an example, or "" if there are none. Missing tensors are ignored.
     """
     mixed = {}
     for path, spec in specs.items():
@@ -69,21 +69,21 @@ def _find_problem(name: str, tensor: TensorInfo, scales: ScaleMap, is_cast: bool
         return None if is_cast else f"{what}; cast it: mtpjax convert --dtype float32 (or mtpjax.load with dtype)"
     if tensor.dtype == E4M3:
         return f"{what}; it is supported only for matrices with scales"
-    # Integers and other 8-bit floats need scales whose meaning is unknown.
+    # Integers and other 8-bit floats need scales, whose meaning is unknown.
     return f"{what}; supported: {SUPPORTED}"
 
 
 def find_scales(
     tensors: Mapping[str, TensorInfo], wanted: dict[str, tuple[int, ...]], block: tuple[int, int] | None, said: str
 ) -> tuple[dict[str, str], list[str]]:
-    """Finds the scales of every fp8 tensor: `weight_scale_inv`, or `weight_scale` as some checkpoints name them.
+    """Finds the scales of every fp8 tensor, which are `weight_scale_inv` or, in some checkpoints, `weight_scale`.
 
     Args:
-        block: rows and columns that share a scale; None if the configuration does not describe fp8.
+        block: rows and columns that share a scale, or None if the configuration does not describe fp8.
         said: the checkpoint's own description of its quantization, for messages.
 
     Returns:
-        `(scales, problems)`: the scale tensor's name by tensor name, and messages.
+        `(scales, problems)`: the name of each tensor's scale tensor, and messages about problems.
     """
     scales, problems = {}, []
     for name, shape in wanted.items():
@@ -106,7 +106,7 @@ def find_scales(
 
 
 def _find_scale_problem(name: str, tensor: TensorInfo, shape: tuple[int, ...], block: tuple[int, int]) -> str | None:
-    # There is one scale per block; blocks at the edges are smaller.
+    # There is one scale per block. Blocks at the edges may be smaller.
     grid = tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
     kinds = {(): "one scale per tensor", (1,): "one scale per tensor", (1, 1): "one scale per tensor"}
     kinds |= {(shape[0],): "one scale per output", (shape[0], 1): "one scale per output"}

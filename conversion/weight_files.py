@@ -1,4 +1,4 @@
-"""Chooses the safetensors files of a checkpoint directory: the files in its index, or the single file."""
+"""Chooses the safetensors files of a checkpoint directory, which are the files in its index, or the single file."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
     """Chooses the files to read.
 
     Args:
-        index: the directory's parsed index; None if there is no index file.
+        index: the directory's parsed index, or None if there is no index file.
 
     Returns:
         `(files, index)`: the names of the files to read, and their index or None.
@@ -33,7 +33,7 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
         missing = [file for file in shards if not os.path.lexists(folder / file)]
         if has_single and SINGLE not in shards:
             return _choose_single(folder, shards, missing), None
-        # Name all missing shards at once: an interrupted download usually lacks several.
+        # List all missing shards at once, because an interrupted download usually lacks several.
         if missing:
             raise CheckpointFileError(
                 f"{folder} is incomplete: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}"
@@ -46,7 +46,7 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
     if len(found) == 1 and not _SHARD.fullmatch(found[0]):
         log.warning("%s has no %s: %s is read", folder, SINGLE, found[0])
         return found, None
-    # Explain why nothing can be read: an index is missing, or the weights have a different format.
+    # Explain why nothing can be read. Either an index is missing, or the weights have a different format.
     if found:
         raise CheckpointFileError(
             f"{folder} has {len(found)} safetensors shards but no {INDEX}: {', '.join(found[:5])}"
@@ -70,7 +70,7 @@ def _indexed_files(folder: pathlib.Path, index: Any) -> list[str]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointFileError(f"{folder / INDEX} has no weight_map")
-    # A name such as "../other.safetensors" would leave the directory.
+    # A name such as "../other.safetensors" would lead out of the directory.
     for file in weight_map.values():
         if not isinstance(file, str) or file != os.path.basename(file) or not file or "\0" in file:
             raise CheckpointFileError(
@@ -80,10 +80,10 @@ def _indexed_files(folder: pathlib.Path, index: Any) -> list[str]:
 
 
 def _choose_single(folder: pathlib.Path, shards: list[str], missing: list[str]) -> list[str]:
-    """Decides between `model.safetensors` and an index that does not list it.
+    """Decides between `model.safetensors` and an index that does not list this file.
 
-    One of the two is left over from a different checkpoint. Programs differ in which they read: transformers reads the
-    single file, vLLM the index.
+    One of the two is left over from a different checkpoint. Programs differ in which of the two they read. For example,
+    transformers reads the single file, and vLLM reads the index.
     """
     if len(missing) == len(shards):
         log.warning(

@@ -15,7 +15,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     """
     sizes = fields["num_hidden_layers"], fields["num_mtp_modules"]
     types, of_modules = reader.per_layer("layer_types", str, *sizes)
-    # MiMo-V2 marks layers with a window with 1.
+    # In MiMo-V2, 1 marks a layer with a window.
     pattern, mark_of_modules = reader.per_layer("hybrid_layer_pattern", int, *sizes)
     if pattern and not types:
         names = {None: None, 0: "full_attention"}
@@ -26,7 +26,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     made: dict[str, Any] = {"layer_types": types, "sliding_window": _window(reader)}
     if of_modules is not None:
         made["mtp_layer_type"] = of_modules
-    # In MiMo-V2, layers with a window have twice as many key/value heads; transformers does not write this.
+    # In MiMo-V2, layers with a window have twice as many key/value heads, which transformers does not write.
     kv_heads = fields["num_key_value_heads"] * (2 if model_type == "mimo_v2_flash" else 1)
     made["sliding_num_attention_heads"] = reader.integer("swa_num_attention_heads", fields["num_attention_heads"])
     made["sliding_num_key_value_heads"] = reader.integer("swa_num_key_value_heads", kv_heads)
@@ -41,7 +41,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     # Other families' classes do not read these keys.
     if model_type == "mimo_v2_flash":
         made["attention_value_scale"] = reader.number("attention_value_scale", 1.0)
-    # Clamped activations: one bound per layer (Step-3.5), or one for all (gpt-oss).
+    # Activations are clamped with one bound per layer (Step-3.5) or one for all layers (gpt-oss).
     for key in ("swiglu_limits", "swiglu_limits_shared"):
         made[key] = _limits(reader, key)
     if model_type == "gpt_oss":
@@ -54,7 +54,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
 
 
 def _limits(reader: ConfigReader, key: str) -> tuple[float, ...]:
-    """Reads each layer's bound; empty if no layer is clamped."""
+    """Reads each layer's bound. The tuple is empty if no layer is clamped."""
     limits = tuple(float(limit) for limit in reader.items(key, (int, float)))
     if any(not 0 <= limit < math.inf for limit in limits):
         raise ConfigError(f"config.json: {key} is {list(limits)}, not a list of finite, non-negative bounds")
@@ -71,7 +71,7 @@ def _window(reader: ConfigReader) -> int:
 
 
 def _sinks(reader: ConfigReader) -> str:
-    """Reads which layers have learned attention sinks; by default, layers with a sliding window."""
+    """Reads which layers have learned attention sinks. By default, layers with a sliding window have them."""
     in_full = reader.flag("add_full_attention_sink_bias", False)
     in_sliding = reader.flag("add_swa_attention_sink_bias", True)
     if in_full and not in_sliding:

@@ -1,8 +1,8 @@
 """Checks the links of the repository's Markdown files, without a network.
 
-python docs/check_links.py prints each link that leads nowhere and exits with 1 if there is one. A relative link needs
-its file, and an anchor needs a heading with that name, as GitHub and the documentation's builder make them. Of other
-links only the syntax is checked.
+python docs/check_links.py prints each broken link and exits with 1 if there is one. The file of a relative link must
+exist, and an anchor must be the name that GitHub and Sphinx give to a heading. For other links only the syntax is
+checked.
 """
 
 import functools
@@ -21,7 +21,7 @@ REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s+\"[^\"]*\")?\s*$",
 
 
 def prose(text: str) -> str:
-    """Removes fenced blocks and comments; keeps line breaks, so that line numbers stay true."""
+    """Removes fenced blocks and comments; keeps line breaks, so that line numbers stay correct."""
     kept, fence = [], ""
     for line in text.split("\n"):
         match = FENCE.match(line)
@@ -38,12 +38,12 @@ def prose(text: str) -> str:
 
 
 def without_code(text: str) -> str:
-    """Removes inline code, in which brackets are no links."""
+    """Removes inline code, where brackets are not links."""
     return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
 
 
 def slug(heading: str) -> str:
-    """Returns the anchor of a heading: GitHub's rule."""
+    """Returns the anchor of a heading according to GitHub's rule."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     text = re.sub(r"[`*]|<[^>]+>", "", text).strip().lower()
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
@@ -68,7 +68,7 @@ def anchors(path: pathlib.Path) -> frozenset[str]:
 
 
 def links(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """Yields line number and target of every link and image of a page."""
+    """Yields the line number and target of every link and image on a page."""
     text = without_code(prose(path.read_text()))
     for pattern in (LINK, REFERENCE):
         for match in pattern.finditer(text):
@@ -76,7 +76,7 @@ def links(path: pathlib.Path) -> Iterator[tuple[int, str]]:
 
 
 def problem(path: pathlib.Path, target: str) -> str | None:
-    """Returns what is wrong with a link of a page; None if nothing is."""
+    """Returns the problem with a link on a page, or None."""
     parts = urllib.parse.urlsplit(target)
     if parts.scheme:
         if parts.scheme == "mailto":

@@ -28,13 +28,13 @@ exclude_patterns = ["_ext", "_build", "**.ipynb_checkpoints"]
 # Markdown. Headings of three levels can be linked to as on GitHub: page.md#some-heading.
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-smartquotes = False  # else `--flag` in a help text becomes a dash and a word
+smartquotes = False  # otherwise `--flag` in a help text becomes a dash and a word
 
-# Notebooks are executed at every build; an error of a cell ends the build.
+# Notebooks are executed at every build; an error in a cell ends the build.
 nb_execution_mode = "force"
 nb_execution_timeout = 120  # seconds per cell
 nb_execution_raise_on_error = True
-nb_output_stderr = "remove"  # the progress of training
+nb_output_stderr = "remove"  # the training progress
 
 # Docstrings. A name between single backticks links to its entry, or is code if it has none.
 default_role = "py:obj"
@@ -52,8 +52,8 @@ python_maximum_signature_line_length = 100
 python_display_short_literal_types = True
 viewcode_follow_imported_members = True
 
-# `-n` warns of names without an entry. Types of other packages have none, since nothing is fetched to link to them;
-# nor have the internal types in signatures, and the code between backticks.
+# `-n` warns of names without an entry. Types of other packages have no entry, because no index is fetched. Internal
+# types in signatures, and code in backticks, have none either.
 nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:(class|exc|data)", ".*"),

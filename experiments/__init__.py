@@ -1,1 +1,1 @@
-"""One script per question, each with its command and a description of what it measures."""
+"""Scripts that each answer one question. Their docstrings give the command and describe what it measures."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mtpjax.version import __version__
 
-# For type checkers and editors; at run time `__getattr__` imports the names.
+# These imports are for type checkers and editors. At run time, `__getattr__` imports the names.
 if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
@@ -53,8 +53,8 @@ __all__ = [
     "train",
 ]
 
-# The modules that define the public names. `__getattr__` imports them on first use: importing JAX takes seconds, and
-# `mtpjax --help` must be fast.
+# The modules that define the public names. `__getattr__` imports them on first use, because importing JAX takes seconds
+# and `mtpjax --help` must be fast.
 _HOMES = {
     "data.tokenizer": ("load_tokenizer",),
     "decoding.config": ("DecodeConfig", "SamplingParams"),

@@ -1,4 +1,4 @@
-"""Writes files and folders atomically: they appear only when they are complete."""
+"""Writes files and folders atomically, so that they appear only when they are complete."""
 
 import contextlib
 import fcntl
@@ -26,7 +26,7 @@ def atomic_folder(
 
     Args:
         path: the folder to create; missing parents are created too.
-        may_replace: returns whether an existing folder at `path` may be replaced; by default, only an empty one may.
+        may_replace: returns whether an existing folder at `path` may be replaced; by default, only if it is empty.
 
     Yields:
         A hidden folder next to `path`, so that the rename stays on one file system.
@@ -48,13 +48,13 @@ def atomic_folder(
             unfinished.mkdir()
             locks.enter_context(_lock(unfinished))
             yield unfinished
-            # A folder cannot be renamed onto one with files, so the old folder is moved away first.
+            # A folder cannot be renamed onto a folder that contains files, so the old folder is moved away first.
             if path.exists():
                 locks.enter_context(_lock(path))
                 path.rename(old)
             try:
                 unfinished.rename(path)
-            # The rename failed: restore the old folder, even after Ctrl-C.
+            # If the rename fails, restore the old folder, even after Ctrl-C.
             except BaseException:
                 if old.exists():
                     old.rename(path)
@@ -84,7 +84,7 @@ def _clear_leftovers(path: pathlib.Path) -> None:
     """Removes leftovers of killed processes next to `path`, and restores an old folder that was not replaced."""
     name = re.compile(rf"\.(tmp|old)-{re.escape(path.name)}-\d+-[0-9a-f]{{8}}")
     found = [each for each in path.parent.glob(".*") if name.fullmatch(each.name)] if path.parent.is_dir() else []
-    # A running process holds the lock of its folder.
+    # A running process keeps its folder locked, so a folder that can be locked is a leftover.
     for folder in sorted(found):
         with contextlib.suppress(OSError), _lock(folder) as is_dead:
             if is_dead and folder.name.startswith(".old-") and not path.exists():
@@ -117,7 +117,7 @@ def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
     Yields:
         A hidden path next to `path`. After an exception, the file there is removed and `path` is unchanged.
     """
-    # Next to the target, because `os.replace` is atomic only within one file system.
+    # Write next to the target, because `os.replace` is atomic only within one file system.
     unfinished = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         yield unfinished
@@ -127,7 +127,7 @@ def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_output_file(path) -> None:
-    """Checks that a file can be written, before the work that produces its content.
+    """Checks that a file can be written. Call it before the work that produces the content.
 
     Args:
         path: the file; it and its folder need not exist.
@@ -136,10 +136,10 @@ def check_output_file(path) -> None:
         ValueError: `path` is a folder, or its parent folder cannot be created or written to.
     """
     path = pathlib.Path(path)
-    # In a folder without search permission, `os.path` returns False; `pathlib` raises an error.
+    # Use `os.path`, because `pathlib` raises an error in a folder without search permission.
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder, not a file to write")
-    # Missing folders are created in the nearest existing one.
+    # Missing folders would be created in the nearest existing folder.
     folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
     if not os.path.isdir(folder):
         raise ValueError(f"{path} cannot be written: {folder} is not a folder")

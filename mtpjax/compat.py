@@ -57,8 +57,8 @@ def make_mesh(shape, devices=None) -> Mesh:
 
 def is_one_node(devices: Iterable[Any]) -> bool:
     """Returns whether all devices are on one node."""
-    # XLA exchanges the hosts' boot IDs, and assigns processes on one host the same slice. Devices of `h100_devices`
-    # have no host; each of their processes counts as a host.
+    # XLA exchanges the hosts' boot IDs, and assigns the same slice to all processes on one host. Devices from
+    # `h100_devices` have no host, so each of their processes counts as one.
     name = "process_index" if jax.process_count() == 1 else "slice_index"
     return len({getattr(device, name, device.process_index) for device in devices}) == 1
 
@@ -71,10 +71,10 @@ def has_graph_flags() -> bool:
 def allow_recorded_collectives(devices: Iterable[Any]) -> None:
     """Lets CUDA graphs record loops that contain collectives between GPUs of one node.
 
-    It sets NCCL_GRAPH_MIXING_SUPPORT to 0, unless the user has set it. With mixing, NCCL adds event nodes to each
-    recorded collective, which order it with collectives outside graphs. CUDA allows no event nodes in loops, and a
-    decoding call has no collectives outside its graph. NCCL reads the variable when its first communicator starts, so
-    call this before the first program on several GPUs.
+    It sets NCCL_GRAPH_MIXING_SUPPORT to 0, unless the user has set it. With mixing, NCCL adds event nodes that order
+    each recorded collective with collectives outside graphs. CUDA allows no event nodes in loops, and a decoding call
+    has no collectives outside its graph. NCCL reads the variable when its first communicator starts, so call this
+    before the first program on several GPUs.
     """
     devices = list(devices)
     if len(devices) > 1 and devices[0].platform != "cpu" and is_one_node(devices) and not has_graph_flags():
@@ -91,8 +91,8 @@ def is_cuda() -> bool:
 def h100_devices(topology: str = "1x1x1") -> tuple:
     """Returns H100 devices for ahead-of-time compilation on a machine without a GPU. Nothing can run on them.
 
-    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels for the
-    installed jax version, installed without their dependencies::
+    `topology` is partitions x hosts x GPUs per host. Requires the jax-cuda13-plugin and jax-cuda13-pjrt wheels for the
+    installed jax version, installed without their dependencies. Example::
 
         mesh = make_mesh({"data": 8}, h100_devices("1x1x8"))
         with use_abstract_mesh(mesh.abstract_mesh):
@@ -113,10 +113,10 @@ def h100_devices(topology: str = "1x1x1") -> tuple:
 
 @functools.cache
 def tpu_devices(topology: str = "v5e:2x2") -> tuple:
-    """Describes TPU devices to compile for ahead of time on a machine without a TPU. Nothing runs on them.
+    """Returns TPU devices for ahead-of-time compilation on a machine without a TPU. Nothing can run on them.
 
-    Needs the libtpu wheel. `topology` is a name such as "v5e:2x2" or "v5p:2x2x1". Use the devices like those of
-    `h100_devices`; a mesh may also consist of only the first few.
+    Requires the libtpu wheel. `topology` is a name such as "v5e:2x2" or "v5p:2x2x1". Use the devices as in the example
+    of `h100_devices`; a mesh may also consist of only the first few devices.
 
     Raises:
         RuntimeError: the wheel is missing, or does not know the topology.

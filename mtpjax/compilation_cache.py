@@ -1,6 +1,6 @@
 """The folder where commands keep compiled programs between runs. Imports no JAX, which reads these settings only once.
 
-    $XDG_CACHE_HOME/mtpjax/compiled/KEY/    ~/.cache without XDG_CACHE_HOME
+    $XDG_CACHE_HOME/mtpjax/compiled/KEY/    (~/.cache if XDG_CACHE_HOME is not set)
 
 JAX's cache key covers versions and flags. Programs for CPUs also depend on the processor's features and the number of
 threads, so KEY is a digest of these. Only the commands call `enable`; importing mtpjax changes no setting.
@@ -62,7 +62,7 @@ def follow_threads() -> None:
 
 
 def root() -> pathlib.Path:
-    """Returns the folder of all compiled programs.
+    """Returns the folder that contains all compiled programs.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -74,12 +74,12 @@ def root() -> pathlib.Path:
 
 
 def machine_key() -> str:
-    """Returns a digest of what CPU programs depend on: the processor's features and the number of threads."""
+    """Returns a digest of the processor's features and the number of threads, on which CPU programs depend."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    # "flags" on x86, "Features" on ARM; the same for all cores.
+    # The line starts with "flags" on x86 and "Features" on ARM, and is the same for all cores.
     features = next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
     content = f"{platform.system()} {platform.machine()} {features} {num_threads()}"
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -105,7 +105,7 @@ def prune(folder: pathlib.Path, max_bytes: int) -> None:
 
 
 def _is_private(folder: pathlib.Path) -> bool:
-    """Returns whether only this user can write to the folder: compiled programs are code that this process runs."""
+    """Returns whether only this user can write to the folder, so that no one else can replace the programs in it."""
     status = folder.stat()
     is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     return is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, os.W_OK | os.X_OK)

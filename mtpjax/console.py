@@ -10,7 +10,7 @@ import rich.table
 
 def narrow_table(title: str | None = None) -> rich.table.Table:
     """Makes a table that fits 80 columns, the width that `rich` assumes for pipes."""
-    # Use a ruled header and one column of padding, because outer borders would take the width of two more columns.
+    # Use a ruled header and one character of padding, because outer borders would need two more characters.
     return rich.table.Table(
         title=title,
         title_style="",

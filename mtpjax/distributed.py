@@ -1,4 +1,4 @@
-"""Helpers for multi-process runs: one process per host, all running the same program on a mesh of all their devices.
+"""Helpers for multi-process runs, in which one process per host runs the same program on a mesh of all devices.
 
 All processes read the same input, and each keeps its shard. The main process writes files; every process writes its
 shards of arrays. Files must be on a file system that all processes share.
@@ -47,8 +47,8 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
         shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
-    # Under Slurm, JAX gives each task one GPU, by the task's index on the node. With one task per node that would be
-    # only the first GPU, so use all of them.
+    # Under Slurm, JAX gives each task the GPU with the task's index on the node. With one task per node, that would be
+    # only the first GPU, so let the task use all of them.
     num_tasks, num_nodes = (os.environ.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"))
     if num_tasks and num_tasks == num_nodes and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
         for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
@@ -93,7 +93,7 @@ def gather_processes(arrays: Any) -> Any:
     """Gathers arrays that are spread over several processes. All of them must call it.
 
     Returns:
-        The tree with whole arrays in every process; unchanged if this process holds all of it already.
+        The tree with whole arrays in every process; unchanged if this process already has all of it.
     """
     # On one process, arrays that are sharded over its devices stay as they are.
     if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(arrays)):
@@ -118,7 +118,7 @@ def check_same(values: Mapping[str, Any]) -> None:
     """Checks that all processes pass the same values. All processes must call it.
 
     Raises:
-        ValueError: the values differ. It is raised in every process, and its message names them.
+        ValueError: the values differ. Every process raises the error, whose message lists them.
     """
     first, *others = gather_values(dict(values))
     for number, other in enumerate(others, 1):
@@ -163,7 +163,7 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
     """Enters a context only in the main process. All processes must call it.
 
     Raises:
-        Exception: entering the context failed with it. The other processes raise a `ValueError`.
+        Exception: the exception that entering the context raised; the other processes raise a `ValueError`.
     """
     with contextlib.ExitStack() as stack:
         value = None
@@ -200,7 +200,7 @@ def is_runtime_error(error: BaseException) -> bool:
 
 
 def exit_without_shutdown(code: int) -> NoReturn:
-    """Ends this process at once, without JAX's shutdown: that would wait for the lost process and then abort."""
+    """Ends this process without JAX's shutdown, which would wait for the lost process and then abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -41,7 +41,7 @@ def one_line(error: Exception) -> str:
 
 
 def install_extra(name: str) -> str:
-    """Returns how to install an extra of mtpjax, such as "serve", for messages about missing packages."""
+    """Returns instructions for installing an extra of mtpjax, such as "serve", for messages about missing packages."""
     return f"run pip install -e '.[{name}]' in the clone of mtpjax"
 
 
@@ -60,7 +60,7 @@ class CheckpointError(ValueError):
         return printable(super().__str__())
 
 
-# Checkpoints: the part that is missing, damaged or unsupported.
+# Errors about the part of a checkpoint that is missing, damaged or unsupported.
 class CheckpointFileError(CheckpointError):
     """A Hugging Face checkpoint directory is damaged, incomplete or not supported. The message is one line."""
 
@@ -70,7 +70,7 @@ class ConfigError(CheckpointError):
 
 
 class UnsafeFileError(CheckpointFileError):
-    """A file is missing, not a regular file, too large, or a symlink out of its directory. The message is one line."""
+    """A file is missing, not regular, too large, or a symlink that leaves its directory. The message is one line."""
 
 
 class TokenizerError(CheckpointError):
@@ -110,7 +110,7 @@ def is_memory_error(error: BaseException) -> bool:
     """Returns whether an exception, or one of its causes, reports a lack of memory."""
     cause: BaseException | None = error
     while cause is not None:
-        # Errors about input quote it, so a match in their text proves nothing.
+        # Errors about input quote the input, so a match in their text proves nothing.
         quotes_input = isinstance(cause, UsageError | CheckpointError)
         says_so = not quotes_input and any(text in str(cause) for text in _MEMORY_MESSAGES)
         if says_so or isinstance(cause, MemoryError | MemoryTooSmall):
@@ -123,7 +123,7 @@ class ResumableError(Exception):
     """The run was interrupted and saved what it needs to continue. The command line exits with 75 (EX_TEMPFAIL)."""
 
 
-# Training: the reason for the interruption.
+# Reasons why a training run is interrupted.
 class Preempted(ResumableError):
     """The run received a stop signal (SIGTERM or SIGUSR1) and saved its state; `--resume` continues from there."""
 

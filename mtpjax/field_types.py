@@ -54,7 +54,7 @@ def _scalar_fields(kind: type) -> dict[str, tuple[type | tuple[str, ...], bool]]
 
 def _convert(name: str, value: Any, kind: type, is_optional: bool) -> Any:
     """Converts a value to its field's type. Integers in float fields stay integers."""
-    # Compare names, because this file does not import NumPy.
+    # Compare type names, because this file does not import NumPy.
     is_bool = type(value).__name__ in ("bool", "bool_")
     if kind is bool and is_bool:
         return bool(value)
@@ -93,7 +93,7 @@ def check_used(config: Any, rows: Iterable[tuple[str, bool, str]], prefix: str =
 
     Args:
         config: a dataclass.
-        rows: one per setting: its name, whether it has an effect, and what it needs to have an effect.
+        rows: one tuple per setting, with its name, whether it has an effect, and what it needs to have an effect.
         prefix: prefix of the names in messages, such as "objective.".
     """
     for name, has_effect, need in rows:

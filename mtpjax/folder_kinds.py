@@ -21,7 +21,7 @@ def reject_other_folder(folder: pathlib.Path) -> None:
         folder: the path that was given as a model. Files, missing folders and models raise nothing.
 
     Raises:
-        CheckpointError: the folder holds an adapter, a drafter, a diffusion pipeline, parts of a training state, or
+        CheckpointError: the folder contains an adapter, a drafter, a diffusion pipeline, parts of a training state, or
             weights in an unsupported format.
     """
     if not folder.is_dir():
@@ -33,7 +33,7 @@ def reject_other_folder(folder: pathlib.Path) -> None:
 
 
 def _describe(folder: pathlib.Path, names: list[str]) -> str | None:
-    """Returns what the folder is instead of a model; None for a model."""
+    """Describes what the folder is instead of a model; returns None for a model."""
     has_model = CONFIG in names and any(
         name.endswith(".safetensors") and not name.startswith("adapter_model") for name in names
     )
@@ -84,7 +84,7 @@ def _describe_training(folder: pathlib.Path, names: list[str]) -> str | None:
 
 
 def _describe_weights(names: list[str]) -> str | None:
-    """Recognizes weights of other formats."""
+    """Recognizes weights in other formats."""
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
         return f"contains GGUF files ({len(gguf)}) but no safetensors: give one of these files, such as {gguf[0]}"
@@ -98,7 +98,7 @@ def _describe_weights(names: list[str]) -> str | None:
 
 
 def _read(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """Reads a JSON object. Returns an empty one if the file is damaged, which loading reports."""
+    """Reads a JSON object; returns an empty one if the file is damaged, because loading reports the damage."""
     try:
         values = parse_json(read_inside(folder, name, max_bytes=MAX_CONFIG_BYTES) or b"null")
     except (UnsafeFileError, OSError, ValueError):

@@ -1,11 +1,11 @@
-"""The process's threads, memory and sockets. Imports no JAX: threads and memory are configured before JAX starts."""
+"""Configures the process's threads, memory and sockets. Imports no JAX, because it must run before JAX starts."""
 
 import contextlib
 import os
 import socket
 import sys
 
-# When it starts, XLA's CPU client takes its number of threads from the first of these variables that is a number.
+# At startup, XLA's CPU client reads its number of threads from the first of these variables that is a number.
 _THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
 _SMALL_MODEL_BYTES = 16 << 20
 
@@ -21,7 +21,7 @@ def limit_threads(count: int) -> None:
 
 
 def num_threads() -> int:
-    """Returns the number of XLA's CPU threads: the environment's setting, or one per core that this process may use."""
+    """Returns the number of XLA's CPU threads: the number set in the environment, or one per usable core."""
     # A container may give the process fewer cores than the machine has; macOS does not report this.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return _env_num_threads() or cores or 1
@@ -42,7 +42,7 @@ def choose_num_threads(checkpoint_bytes: int) -> int:
         checkpoint_bytes: size of the checkpoint's files (`mtpjax.io.checkpoint_format.checkpoint_bytes`).
 
     Returns:
-        1 below 16 MiB; otherwise, and if the environment sets the number, 0 (no change).
+        1 for less than 16 MiB; 0 (no change) for more, or if the environment sets the number.
     """
     if _env_num_threads():
         return 0
@@ -76,8 +76,8 @@ def describe_address_limit() -> str:
     return f"`ulimit -v` allows {soft >> 20} MiB of address space, which counts reserved memory too: raise it"
 
 
-# glibc reads these when a process starts: blocks of up to 4 GB come from the heap, the heap shrinks only if 8 GB are
-# free at its end, and it uses huge pages.
+# glibc reads these settings when a process starts. They make blocks of up to 4 GB come from the heap, shrink the heap
+# only if 8 GB are free at its end, and enable huge pages.
 _GLIBC_TUNABLES = {"mmap_threshold": 4_000_000_000, "trim_threshold": 8_000_000_000, "hugetlb": 1}
 
 
@@ -86,8 +86,8 @@ def keep_freed_memory() -> None:
 
     On a CPU, XLA frees the temporaries of a training step after the step. By default glibc returns such large blocks to
     the system, and the next step causes a page fault for every page. With these settings the process hardly ever
-    shrinks, so this is for programs that run one training loop. It does nothing after the restart, if GLIBC_TUNABLES is
-    set, or on systems other than Linux.
+    shrinks, so use it only for programs that run one training loop. It does nothing after the restart, if
+    GLIBC_TUNABLES is set, or on systems other than Linux.
     """
     if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:
         return
@@ -104,7 +104,7 @@ def keepalive_options(**more: int) -> list[tuple[int, int, int]]:
     Args:
         **more: further TCP options by name.
     """
-    # Linux names; other systems keep their default times.
+    # These are the Linux names. Other systems keep their default times.
     times = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, **more}
     known = [(getattr(socket, name), value) for name, value in times.items() if hasattr(socket, name)]
     return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]

@@ -57,7 +57,7 @@ def resolve(name, *, weights: bool = True) -> pathlib.Path:
             file does not exist; or access is refused; or the Hub cannot be reached and the cache lacks the files.
     """
     text = os.fspath(name)
-    # `lexists`: a broken link is a local problem, not a name.
+    # Use `lexists`, because a broken link is a local problem, not the name of a repository.
     if os.path.lexists(text):
         return pathlib.Path(text)
     match = None if ".." in text else _NAME.fullmatch(text)
@@ -82,11 +82,11 @@ def _describe_missing(text: str) -> str:
     return f"{path} does not exist; its folder contains {printable(', '.join(near), 300)}{others}"
 
 
-@functools.cache  # a command resolves a name several times, and must get one snapshot
+@functools.cache  # a command resolves a name several times, and must get the same snapshot
 def _download(repository: str, revision: str | None, file: str, weights: bool) -> pathlib.Path:
     """Downloads the necessary files of a repository, and returns the snapshot's folder or the file in it."""
     name = repository + (f"@{revision}" if revision else "")
-    # A GGUF file holds everything.
+    # A GGUF file contains the whole checkpoint.
     if file:
         path = _fetch(repository, revision, (glob.escape(file),), f"{repository}/{file}") / file
         if not path.exists():
@@ -94,7 +94,7 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
         return path
     folder = _fetch(repository, revision, _DESCRIPTION if weights else TOKENIZER_FILES, name)
     has_config = (folder / "config.json").exists()
-    # Stop at an adapter: `mtpjax.folder_kinds` says what to do with it.
+    # Stop at an adapter, because `mtpjax.folder_kinds` reports what to do with it.
     if not weights or (not has_config and (folder / "adapter_config.json").exists()):
         return folder
     if not has_config:
@@ -113,7 +113,7 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
 
 
 def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
-    """Returns patterns for the weight files: the files in the index, the single file, or an mtpjax checkpoint's."""
+    """Returns patterns for the weight files: those in the index, the single file, or an mtpjax checkpoint's files."""
     if (folder / "digests.json").exists():
         return _OWN_FILES
     try:
@@ -137,7 +137,7 @@ def _has_file(repository: str, commit: str, file: str) -> bool:
 
     try:
         return HfApi(endpoint=constants.ENDPOINT).file_exists(repository, file, revision=commit)
-    # The download, which knows the cache, reports connection errors.
+    # The download, which can use the cache, reports connection errors.
     except Exception:
         return False
 

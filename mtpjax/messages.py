@@ -1,4 +1,4 @@
-"""Shared wording of messages, and checks that raise `ValueError` with them. Imports nothing of mtpjax."""
+"""Shared wording of messages, and checks that raise `ValueError` with them. Imports nothing from mtpjax."""
 
 import difflib
 from collections.abc import Iterable

@@ -15,16 +15,16 @@ log = logging.getLogger("mtpjax")
 
 
 def free_programs_if_full(max_share: float = 0.5) -> bool:
-    """Frees all compiled programs once the process uses a given share of its memory mappings.
+    """Frees all compiled programs if the process uses more than a given share of the allowed memory mappings.
 
-    Call it between requests in a long-running process, such as a server: it takes about a millisecond per thousand
+    Call it between requests in a long-running process, such as a server. It takes about a millisecond per thousand
     mappings. Programs that are needed again are compiled again, or read from the compilation cache.
 
     Args:
         max_share: the share of the mappings, 0..1, above which programs are freed.
 
     Returns:
-        True if programs were freed. False if the share is not exceeded, or the system does not count mappings.
+        True if programs were freed. False if the share is not exceeded, or the system does not report mappings.
 
     Raises:
         ValueError: `max_share` is not within 0..1.

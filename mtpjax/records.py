@@ -18,7 +18,7 @@ def import_record(name: str, kind: type[T]) -> T:
         kind: the class that the object must be an instance of.
 
     Raises:
-        UsageError: the module cannot be imported, lacks the name, or has an object of a different class under it.
+        UsageError: the module cannot be imported or does not define the name, or the object has a different class.
     """
     # A missing or misspelled name gives a one-line error; other errors in the module keep their traceback.
     module, _, attribute = name.partition(":")

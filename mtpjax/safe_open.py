@@ -1,8 +1,8 @@
-"""Opens files of a checkpoint safely, and parses untrusted JSON.
+"""Opens checkpoint files safely, and parses untrusted JSON.
 
-Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if, with symlinks
-resolved, it is a regular file inside the checkpoint directory. In the Hugging Face cache, the files of a snapshot are
-symlinks to a sibling folder of blobs, which are accepted.
+Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if its path resolves
+to a regular file inside the checkpoint directory. In the Hugging Face cache, the files of a snapshot are symlinks into
+a sibling folder of blobs; these symlinks are accepted.
 """
 
 import io
@@ -18,7 +18,7 @@ from mtpjax.errors import CheckpointFileError, UnsafeFileError, printable
 BLOCK_BYTES = 4 << 20  # part of a tensor or file that is read, reordered or written at once
 MAX_JSON_DEPTH = 64  # NumPy arrays have at most 64 dimensions; configurations and records nest less than ten levels
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of additional chat templates in a Hugging Face directory
-# Matches a string, whose brackets do not count, or a bracket.
+# Matches a bracket or a whole string, so that brackets inside strings do not count.
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 
@@ -45,7 +45,7 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
     """Opens a regular file that is inside `root` once symlinks are resolved.
 
     Args:
-        root: the folder that must contain it (`allowed_root`).
+        root: the folder that must contain the file (`allowed_root`).
 
     Returns:
         A file descriptor for reading, which the caller closes.
@@ -63,7 +63,7 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
         raise UnsafeFileError(f"{path} is a symlink that leads out of {root}: not opened")
     if not stat.S_ISREG(kind):
         raise UnsafeFileError(f"{path} is not a regular file: not opened")
-    # O_NOFOLLOW: the file may have been replaced by a symlink since. O_NONBLOCK: a named pipe must not block.
+    # Use O_NOFOLLOW, because a symlink may have replaced the file, and O_NONBLOCK, because a named pipe must not block.
     try:
         return os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -71,7 +71,7 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
 
 
 def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
-    """Reads a small file of a checkpoint directory.
+    """Reads a small file in a checkpoint directory.
 
     Returns:
         The content, or `None` if the directory has no such file.
@@ -88,8 +88,8 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
 
 
 def _read_bounded(stream: io.BufferedReader, path, max_bytes: int) -> bytes:
-    # Try to read one byte more than allowed: the file can grow after its size is checked. `read` allocates memory for
-    # everything that it may return, so limit it to the file's size.
+    # Try to read one byte more than allowed, because the file can grow after its size is checked. `read` allocates
+    # memory for everything that it may return, so limit it to the file's size.
     content = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
@@ -104,7 +104,7 @@ def pread(descriptor: int, count: int, offset: int, path) -> bytearray:
 
 
 def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
-    """Fills `view` with bytes at an offset of an open file, with at most 1 GiB per read: Linux's limit is 2 GiB."""
+    """Fills `view` from an offset of an open file. Reads at most 1 GiB at once, because Linux's limit is 2 GiB."""
     done = 0
     while done < len(view):
         # `preadv` reads at an offset without moving a shared position, so threads can read one file at once.
@@ -132,7 +132,8 @@ def open_regular(path: str | os.PathLike) -> io.BufferedReader:
         OSError: the file is missing or cannot be read.
         UnsafeFileError: it is not a regular file.
     """
-    # O_NONBLOCK: opening a named pipe must not wait for its writer. Check the open file, as the path may change.
+    # Use O_NONBLOCK, because opening a named pipe must not wait for its writer. Check the open file, because the path
+    # may change.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):

@@ -1,6 +1,6 @@
 """A child process that answers requests one at a time, and is killed if it does not answer in time.
 
-Python cannot stop a thread. Work that may never end, or use all memory, runs in such a process.
+Python cannot stop a thread, so work that may never end or may use all memory runs in such a process.
 """
 
 import collections
@@ -18,10 +18,10 @@ _EXIT_SECONDS = 1.0  # a process that has closed its output has this long to exi
 
 
 class WorkerEnded(Exception):
-    """The process gave no answer.
+    """The process did not answer.
 
     Attributes:
-        code: its exit code, negative for a signal; None if it was killed at the time limit.
+        code: the process's exit code, negative for a signal; None if it was killed at the time limit.
     """
 
     def __init__(self, code: int | None):
@@ -34,7 +34,7 @@ class WorkerEnded(Exception):
 class WorkerProcess:
     """Runs a script that answers each line of its input with a line. All methods may be called from any thread.
 
-    The process starts at the first request, and again after it has ended.
+    The process starts with the first request. If it has ended, the next request starts it again.
 
     Args:
         script: path of the script. It runs with this interpreter, and cannot import modules from its folder.
@@ -54,9 +54,9 @@ class WorkerProcess:
             seconds: time limit from the start of this request to the end of its answer.
 
         Raises:
-            WorkerEnded: the process gave no answer. The next request starts a new process.
+            WorkerEnded: the process did not answer. The next request starts a new process.
         """
-        # One request at a time, because answers come in the order of the requests.
+        # Allow one request at a time, because answers arrive in the order of the requests.
         with self._lock:
             process = self._start()
             try:
@@ -65,7 +65,7 @@ class WorkerProcess:
                 self._stop(kill=True)
                 raise WorkerEnded(None) from None
             except BaseException:
-                # Ctrl-C here would leave an unread answer: drop the process.
+                # Ctrl-C here would leave an unread answer, so kill the process.
                 self._stop(kill=True)
                 raise
             if not answer.endswith(b"\n"):
@@ -88,7 +88,7 @@ class WorkerProcess:
             if self._process.poll() is None:
                 return self._process
             self._stop()
-        # -P: the script's folder may have modules with common names, which must not shadow other modules.
+        # Use -P, because modules in the script's folder may have common names and must not shadow other modules.
         command, pipe = [sys.executable, "-P", os.path.abspath(self._script)], subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
         for stream in (process.stdin, process.stdout):
@@ -104,7 +104,7 @@ class WorkerProcess:
         assert process.stdin is not None and process.stdout is not None
         if kill:
             process.kill()
-        # A process that has closed its output may still be exiting, with a code that gives the reason.
+        # A process that has closed its output may still be exiting. Wait, because its exit code gives the reason.
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
@@ -124,7 +124,7 @@ def _exchange(process: subprocess.Popen, line: Sequence[bytes], end: float) -> b
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         selector.register(target, selectors.EVENT_WRITE)
-        # The only line end of an answer is its last byte.
+        # An answer contains only one line end, which is its last byte.
         while not parts[-1].endswith(b"\n"):
             ready = selector.select(max(end - time.monotonic(), 0))
             if not ready:

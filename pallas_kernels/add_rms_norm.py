@@ -1,7 +1,7 @@
-"""Adds an update to the residual stream and normalises the sum: op, kernel and reference.
+"""An op that adds an update to the residual stream and normalises the sum, with its kernel and reference.
 
-Bottleneck: the launch, because decoding has few rows. One kernel replaces three: one that adds the parts of a split
-matmul, one that adds them to the residual stream, and the norm.
+Bottleneck: the launch, because decoding has few rows. One kernel replaces three, which add the parts of a split matmul,
+add their sum to the residual stream, and normalise.
 """
 
 import functools
@@ -24,11 +24,11 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Adds an update to x, and normalises the sum (RMSNorm, 1910.07467).
 
-    The update is rounded to its dtype before it is added, and the sum to x's dtype before it is normalised, as with
-    separate operations. Differentiable in reverse mode.
+    The update is rounded to its dtype before it is added, and the sum is rounded to x's dtype before it is normalised,
+    as in separate operations. Differentiable in reverse mode.
 
     Args:
-        x: [..., D] floating, the residual stream; None if it starts with the update.
+        x: [..., D] floating, the residual stream; None if the stream starts with the update.
         update: [..., D], such as the output of a layer, possibly in parts (`PartialSums`).
         scale: [D] floating.
         eps: Added to the mean square before the square root.
@@ -63,7 +63,7 @@ def add_rms_norm_reference(x, update: PartialSums, scale, *, eps=1e-6, zero_cent
 
 @differentiated_by(add_rms_norm_reference, 3)
 def _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret):
-    """Runs the kernel over rows [R, D]: each program takes one block of whole rows."""
+    """Runs the kernel over rows [R, D], with one block of whole rows per program."""
     *outer, width = update.shape
     num_rows, dtype = math.prod(outer), update.dtype if x is None else x.dtype
     # A row is padded to a power of two. As in `rms_norm`, the block depends only on the width.
@@ -98,7 +98,7 @@ def _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret):
 
 
 def _add_rms_norm_kernel(*refs, dtype, num_rows, width, eps, zero_centred):
-    """Handles one block of rows: x_ref and the outputs [block, padded], parts_ref [P, block, padded]."""
+    """Handles one block of rows; x_ref and the outputs are [block, padded], parts_ref is [P, block, padded]."""
     *x_refs, parts_ref, scale_ref, total_ref, normed_ref = refs
     block, padded = total_ref.shape
     column = jnp.arange(padded)
@@ -110,7 +110,7 @@ def _add_rms_norm_kernel(*refs, dtype, num_rows, width, eps, zero_centred):
         x = plt.load(x_ref, mask=mask, other=0.0)
         total = (x.astype(jnp.float32) + total.astype(jnp.float32)).astype(x.dtype)
     plt.store(total_ref, total, mask=mask)
-    # The norm, in float32; masked elements are zero and add nothing to the sum of squares.
+    # Normalise in float32; masked elements are zero and add nothing to the sum of squares.
     total = total.astype(jnp.float32)
     scale = plt.load(scale_ref, mask=column < width, other=0.0).astype(jnp.float32) + (1.0 if zero_centred else 0.0)
     inverse = jax.lax.rsqrt(jnp.sum(total * total, axis=1, keepdims=True) / width + eps)

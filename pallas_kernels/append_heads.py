@@ -1,7 +1,7 @@
 """Splits a projection into heads, normalises and rotates them, and appends keys and values to the cache in place.
 
-Bottleneck: the launch, because decoding has few rows. One kernel replaces five: adding the parts of the projection, the
-norms and rotations, two cache writes, and the transposition of the queries.
+Bottleneck: the launch, because decoding has few rows. One kernel replaces five, which add the parts of the projection,
+normalise and rotate, write two caches, and transpose the queries.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
 
-MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products around them
+MAX_ROWS = 64  # with more rows, XLA's fusions are cheap compared with the products around them
 
 
 @functools.partial(
@@ -52,21 +52,21 @@ def append_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes queries, keys and values from a projection, and appends the keys and values to the cache.
 
-    Not differentiable: meant for passes with a cache.
+    Not differentiable, because it is meant for passes with a cache.
 
     Args:
-        projected: [B, T, K, G + 2 or more, H]: for each of K key heads G queries, its key, its value, and entries that
-            this op ignores.
+        projected: [B, T, K, G + 2 or more, H]. Each of the K key heads has G queries, a key, a value, and possibly
+            entries that this op ignores.
         angles: Cosines and sines [B, T, P] float32; the first 2 P channels of queries and keys are rotated.
-        keys: [B, K, S, H], the cache, which is updated in place: do not use it after the call.
-        values: [B, K, S, H], the cache, as `keys`.
+        keys: [B, K, S, H], the key cache, which is updated in place and must not be used after the call.
+        values: [B, K, S, H], the value cache, like `keys`.
         start: [B] int32 slot of each row's first token. All T slots from this slot on must exist.
         heads: Bias, norms and rotation of the heads.
-        places: For a paged cache [P, K, size, H]: each token's page and offset within the page, both [B, T] int32.
-            `start` is then not read, and entries whose page is outside the pool are dropped. None: the cache is
+        places: Each token's page and offset within the page, both [B, T] int32, for a paged cache [P, K, size, H].
+            `start` is then ignored, and entries whose page is outside the pool are dropped. None: the cache is
             contiguous.
         group_size: G.
-        implementation: As for every op. More than 64 rows always run the reference.
+        implementation: As for every op. With more than 64 rows, the reference always runs.
 
     Returns:
         Queries [B, K, T, G, H], and the cache's keys and values with the new slots written.
@@ -142,7 +142,7 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, places, 
     parts = projected.parts.reshape(num_parts, B * T, K * per_key * H)
     extra = [] if heads.bias is None else [heads.bias]
     extra += [] if heads.norms is None else list(heads.norms)
-    # The positions: the first slot of each row, or each token's page and offset.
+    # Positions are the first slot of each row, or each token's page and offset.
     positions = [start] if places is None else list(places)
     operands = [*positions, *angles, parts, *extra]
     # Each program loads the angles twice, for its queries and its key.
@@ -192,21 +192,21 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, places, 
 def _append_heads_kernel(
     *refs, has_bias, has_norms, eps, zero_centred, interleaved, dtype, group_size, per_key, num_tokens, is_paged
 ):
-    """Handles the heads of one key head at one token.
+    """Handles one key head, with its queries and its value, for one token.
 
-    A head's channels form up to three groups: the first and the second channels of rotated pairs, and unrotated
-    channels.
+    A head's channels form up to three groups, which are the first and the second channels of rotated pairs, and the
+    unrotated channels.
     """
     *refs, _, _, q_ref, keys_ref, values_ref = refs
     *place_refs, cos_ref, sin_ref, parts_ref = refs[: 5 if is_paged else 4]
     refs = refs[5 if is_paged else 4 :]
-    # Optional inputs come in a fixed order: the bias, then the norms of queries and of keys.
+    # Optional inputs have a fixed order, which is the bias, then the norms of queries and of keys.
     bias_ref = refs.pop(0) if has_bias else None
     norm_refs = refs if has_norms else (None, None)
     G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])
     token, key_head = pl.program_id(0), pl.program_id(1)
     row, place = jax.lax.div(token, num_tokens), jax.lax.rem(token, num_tokens)
-    # (channels, mask) of each group: where it is read, and where it is written after rotation.
+    # (channels, mask) from which each group is read, and to which it is written after rotation.
     pair, rest = jnp.arange(pl.next_power_of_2(P)), jnp.arange(pl.next_power_of_2(max(H - 2 * P, 1)))
     first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + P)
     unrotated = [(rest + 2 * P, rest < H - 2 * P)] if H > 2 * P else []
@@ -214,7 +214,7 @@ def _append_heads_kernel(
     rotated_groups = [(pair, pair < P), (pair + P, pair < P), *unrotated]
 
     def load(head, is_head):
-        """Loads heads, and adds the parts and the bias; returns [heads, channels] of each group, in `dtype`."""
+        """Loads heads, and adds the parts and the bias; returns [heads, channels] for each group, in `dtype`."""
         loaded = []
         for channel, is_channel in groups:
             mask = is_head[:, None] & is_channel[None, :]
@@ -241,7 +241,7 @@ def _append_heads_kernel(
         return [one.astype(dtype) for one in x]
 
     def store(ref, outer, index, is_row, x, channels):
-        """Stores rows [heads, channels] of each group at `ref[*outer, index, channel]`."""
+        """Stores each group's rows [heads, channels] at `ref[*outer, index, channel]`."""
         for one, (channel, is_channel) in zip(x, channels, strict=True):
             target = ref.at[*outer, *jnp.broadcast_arrays(index[:, None], channel[None, :])]
             plt.store(target, as_stored(one, ref.dtype), mask=is_row[:, None] & is_channel[None, :])
@@ -250,7 +250,7 @@ def _append_heads_kernel(
     head = jnp.arange(pl.next_power_of_2(G))
     q = normalise_and_rotate(load(head, head < G), norm_refs[0])
     store(q_ref, (row, key_head, place), head, head < G, q, rotated_groups)
-    # 2. Key and value go to the token's slot of the cache; a value is written unchanged.
+    # 2. Write the key and the value to the token's cache slot; the value is not normalised or rotated.
     one = jnp.arange(1)
     page, slot, is_kept = find_entry(place_refs, keys_ref, row, place)
     key = normalise_and_rotate(load(one + G, one == 0), norm_refs[1])

@@ -1,7 +1,7 @@
 """Computes latent attention's absorbed queries, and appends latents to the cache in place.
 
-Bottleneck: the launch, because decoding has few rows. One kernel replaces up to seven: adding the parts of two
-projections, the latent's norm, two rotations, the product with the keys' up-projection, and the cache write.
+Bottleneck: the launch, because decoding has few rows. One kernel replaces up to seven, which add the parts of two
+projections, normalise the latent, apply two rotations, multiply by the keys' up-projection, and write the cache.
 """
 
 import functools
@@ -21,7 +21,7 @@ from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
 
-MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products around them
+MAX_ROWS = 64  # with more rows, XLA's fusions are cheap compared with the products around them
 
 
 def append_latents(
@@ -40,23 +40,23 @@ def append_latents(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the absorbed queries of latent attention (DeepSeek-V2, 2405.04434), and appends to its cache.
 
-    An absorbed query is `[q_content key_up, rotated q_rope]`, and an entry of the cache `[norm(latent), rotated
-    k_rope]`. Not differentiable: meant for passes with a cache.
+    An absorbed query is `[q_content key_up, rotated q_rope]`, and a cache entry is `[norm(latent), rotated k_rope]`.
+    Not differentiable, because it is meant for passes with a cache.
 
     Args:
-        queries: [B, T, N, C + P], for each head the content channels, then the channels to rotate.
-        latents: [B, T, R + P], the latent, then the key to rotate, which all heads share.
+        queries: [B, T, N, C + P], each head's content channels followed by its channels to rotate.
+        latents: [B, T, R + P], the latent followed by the key to rotate, which all heads share.
         norm: [R] scale of the latent's RMSNorm.
         key_up: [N, C, R] in the dtype of the queries.
         angles: Cosines and sines [B, T, P / 2] float32.
-        cache: [B, S, R + P], which is updated in place: do not use it after the call.
+        cache: [B, S, R + P], which is updated in place and must not be used after the call.
         start: [B] int32 slot of each row's first token. All T slots from this slot on must exist.
-        places: For a paged cache [P, size, R + P]: each token's page and offset within the page, both [B, T] int32.
-            `start` is then not read, and entries whose page is outside the pool are dropped. None: the cache is
+        places: Each token's page and offset within the page, both [B, T] int32, for a paged cache [P, size, R + P].
+            `start` is then ignored, and entries whose page is outside the pool are dropped. None: the cache is
             contiguous.
         eps: Added to the mean square in the norm.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P/2).
-        implementation: As for every op. More than 64 rows always run the reference.
+        implementation: As for every op. With more than 64 rows, the reference always runs.
 
     Returns:
         Queries [B, T, N, R + P], and the cache with the new slots written.
@@ -121,14 +121,14 @@ def _append_latents_triton(
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
     n, P = B * T, width - C
-    # All tokens form one tile of at least 16 rows, the fewest that tensor cores multiply. The latent's columns are
-    # split to get more programs.
+    # All tokens form one tile of at least 16 rows, the minimum for tensor cores. The latent's columns are split to get
+    # more programs.
     rows = max(16, pl.next_power_of_2(n))
     columns = min(64, max(16, pl.next_power_of_2(R)))
     slices = pl.cdiv(R, columns)
     dtype = jnp.dtype(queries.dtype)
     positions = [start] if places is None else list(places)
-    # The positions: the first slot of each row, or each token's page and offset.
+    # Positions are the first slot of each row, or each token's page and offset.
     operands = [
         *positions,
         *(one.reshape(n, P // 2) for one in angles),
@@ -148,7 +148,7 @@ def _append_latents_triton(
             interleaved=interleaved,
         ),
         out_shape=[jax.ShapeDtypeStruct((n, N, R + P), dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
-        # Grid: first the programs that absorb, then one program per token, which appends its entry.
+        # The grid has the programs that absorb first, then one program per token, which appends the token's entry.
         grid=(N * slices + n,),
         input_output_aliases={len(operands): 1},  # the cache is updated in place
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
@@ -187,7 +187,7 @@ def _append_latents_kernel(*refs, tile, slices, num_tokens, dtypes, eps, interle
     first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + pairs)
 
     def load_parts(ref, row, is_row, column, is_column, dtype):
-        """Loads and adds the parts of rows and columns; returns [rows, columns] in `dtype`."""
+        """Loads rows and columns, and adds their parts; returns [rows, columns] in `dtype`."""
         index = jnp.broadcast_arrays(row[:, None], column[None, :])
         mask = is_row[:, None] & is_column[None, :]
         return load_sum(ref, index, mask, dtype)
@@ -211,11 +211,11 @@ def _append_latents_kernel(*refs, tile, slices, num_tokens, dtypes, eps, interle
 
     @pl.when(program < num_absorbing)
     def absorb():
-        # One head and slice of columns, for all tokens.
+        # Handle one head and one slice of columns for all tokens.
         head, part = jax.lax.div(program, slices), jax.lax.rem(program, slices)
         row, column = jnp.arange(tile[0]), part * tile[1] + jnp.arange(tile[1])
         is_row, is_column = row < n, column < R
-        # Content, through the head's up-projection.
+        # Multiply the content by the head's up-projection.
         content = jnp.arange(max(16, pl.next_power_of_2(C)))
         begin = head * (C + 2 * pairs)
         q = load_parts(queries_ref, row, is_row, begin + content, content < C, dtypes[0])
@@ -238,7 +238,7 @@ def _append_latents_kernel(*refs, tile, slices, num_tokens, dtypes, eps, interle
         one = jnp.arange(1)
         is_one, is_kept, column = one == 0, (one == 0) & is_kept, jnp.arange(pl.next_power_of_2(R))
         is_column = column < R
-        # The normalised latent, then the rotated key.
+        # Write the normalised latent, then the rotated key.
         latent = load_parts(latents_ref, token + one, is_one, column, is_column, dtypes[1]).astype(jnp.float32)
         scale = plt.load(norm_ref.at[column], mask=is_column, other=0.0).astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.sum(latent * latent, axis=1) / R + eps)

@@ -1,7 +1,7 @@
-"""Code shared by the attention kernels: slices of columns, and the online softmax over blocks of slots.
+"""Column slices and an online softmax over blocks of slots, which the attention kernels share.
 
-Triton arrays have power-of-two sizes, so other numbers of columns are cut into slices. The softmax is online
-(FlashAttention, 2205.14135): a block of slots at a time, with sums relative to the highest score so far.
+Triton arrays have power-of-two sizes, so other numbers of columns are cut into slices. The online softmax
+(FlashAttention, 2205.14135) processes one block of slots at a time, with sums relative to the highest score so far.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def reference(q, keys, values, mask, scale) -> jax.Array:
     Returns:
         [B, K, T, G, Hv] in q's dtype.
     """
-    # Zero the slots that no token attends to: their weight is 0, but 0 times NaN is NaN.
+    # Zero the values that no token attends to. Their weight is 0, but 0 times NaN is NaN.
     values = jnp.where(mask.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
     scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     # A second `where` after the softmax gives zeros to tokens that attend to nothing.
@@ -47,7 +47,7 @@ def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entr
     Args:
         keys: [num_entries, K, S, H].
         values: [num_entries, K, S, Hv]; None: the first `value_width` columns of the keys.
-        others: Name -> (array or None, required shape).
+        others: Maps names to pairs (array or None, required shape).
         num_entries: Rows in the cache, or pages in a pool.
     """
     if (values is None) == (value_width is None):
@@ -61,7 +61,7 @@ def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entr
 
 
 def describe(q, keys, *, is_windowed: bool) -> dict[str, int | str]:
-    """Describes a call over a contiguous cache, in the form that `dispatch.choose` takes."""
+    """Describes a call over a contiguous cache in the form that `dispatch.choose` expects."""
     B, K, T, G, H = q.shape
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
     return shape | {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
@@ -69,7 +69,7 @@ def describe(q, keys, *, is_windowed: bool) -> dict[str, int | str]:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Sizes of a program: query rows and slots per step (both powers of two), warps and stages."""
+    """A program's query rows and slots per step (both powers of two), warps and stages."""
 
     rows: int
     slots: int
@@ -83,7 +83,7 @@ class Program:
     """The settings that all programs of an attention kernel share.
 
     Attributes:
-        tiles: The programs' sizes.
+        tiles: The sizes of each program.
         key_slices: Slices of the keys' columns.
         value_slices: Slices of the values' columns.
         scale: Factor that multiplies the scores.
@@ -98,7 +98,7 @@ class Program:
 
 
 def column_slices(*ends: int) -> list[tuple[int, int, int]]:
-    """Cuts the columns up to each end into slices (start, width, padded): `padded` is a power of two of 16 or more."""
+    """Cuts the columns up to each end into slices (start, width, padded), where `padded` is a power of two >= 16."""
     slices, start = [], 0
     for end in ends:
         while start < end:
@@ -119,10 +119,10 @@ def slice_mask(row_mask, column_slice):
 
 
 def load_slice(ref, rows, row_mask, column_slice, dtype, *, is_integer_fp8=False):
-    """Loads rows of one slice of the columns as `dtype`, zero where the mask is false.
+    """Loads rows of one column slice as `dtype`, with zeros where the mask is false.
 
-    `rows` is an index of the first axis, or a tuple of one per axis before the columns. With `is_integer_fp8` the
-    numbers are divided by `FP8_DIVISOR`.
+    `rows` is an index for the first axis, or a tuple with one index for each axis before the columns. With
+    `is_integer_fp8`, the values are divided by `FP8_DIVISOR`.
     """
     start, _, padded = column_slice
     mask = slice_mask(row_mask, column_slice)
@@ -131,7 +131,7 @@ def load_slice(ref, rows, row_mask, column_slice, dtype, *, is_integer_fp8=False
     loaded = plt.load(ref.at[*rows, pl.ds(start, padded)], mask=mask, other=other)
     if is_integer_fp8:
         return convert_fp8(jax.lax.bitcast_convert_type(loaded, jnp.uint8), dtype)
-    # fp8 goes through float32: its direct conversion to bfloat16 runs at 1/16 of the rate on an H100.
+    # Convert fp8 to float32 first, because direct conversion to bfloat16 runs at 1/16 of the rate on an H100.
     return (loaded.astype(jnp.float32) if ref.dtype.itemsize == 1 else loaded).astype(dtype)
 
 
@@ -139,21 +139,21 @@ def attend_blocks(blocks, find_slots, q, cache_refs, program: Program):
     """Attends from a block of query rows to blocks of slots in order, inside a kernel.
 
     Args:
-        blocks: First block and end.
+        blocks: The first block, and the end of the range of blocks.
         find_slots: Maps a block to the range of its slots, the mask of the slots to load, and the mask [rows, slots] of
-            the slots that each query row attends to. In a pool the range is a page and the range within it.
+            the slots that each query row attends to. In a pool, the range is a page and a range within the page.
         q: Slices [rows, columns] of the queries.
-        cache_refs: Keys [S, H] and values [S, Hv], or only a latent, whose values are the first slices of its keys;
-            pools of pages [P, size, H].
+        cache_refs: Keys [S, H] and values [S, Hv], or only a latent, whose values are the first slices of its keys. In
+            a paged cache, these are pools [P, size, H].
 
     Returns:
-        For each slice of values the weighted sum [rows, columns], the highest score [rows], to which the weights are
+        The weighted sum [rows, columns] for each slice of values, the highest score [rows], to which the weights are
         relative, and the sum of the weights [rows]. A row that attends to nothing gets zeros and a sum of 1.
     """
     dtype = q[0].dtype
     num_rows, is_integer_fp8 = program.tiles.rows, program.is_integer_fp8
     load = functools.partial(load_slice, dtype=dtype, is_integer_fp8=is_integer_fp8)
-    # In base 2, because exp2 is one instruction.
+    # Use base 2, because exp2 is a single instruction.
     scale = program.scale * math.log2(math.e) * (FP8_DIVISOR if is_integer_fp8 else 1)
     dot = functools.partial(
         jnp.dot,
@@ -164,10 +164,10 @@ def attend_blocks(blocks, find_slots, q, cache_refs, program: Program):
     def body(index, carry):
         outputs, highest, total = carry
         slots, is_loaded, is_visible = find_slots(index)
-        # Scores in float32, base 2. Slots that are not loaded may hold NaN and become 0.
+        # Compute the scores in float32 and base 2. Slots that are not loaded become 0, because they may hold NaN.
         keys = [load(cache_refs[0], slots, is_loaded, part) for part in program.key_slices]
         scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
-        # When the highest score rises, older sums fade by the same factor.
+        # When the highest score rises, scale the older sums down by the same factor.
         new_highest = jnp.maximum(highest, jnp.max(jnp.where(is_visible, scores, MASKED_SCORE), axis=1))
         weights = jnp.where(is_visible, jnp.exp2(scores - new_highest[:, None]), 0.0)
         rescale = jnp.exp2(highest - new_highest)
@@ -188,5 +188,5 @@ def attend_blocks(blocks, find_slots, q, cache_refs, program: Program):
     outputs, highest, total = jax.lax.fori_loop(begin, end, body, (outputs, highest, jnp.zeros_like(highest)))
     if is_integer_fp8:
         outputs = [output * FP8_DIVISOR for output in outputs]
-    # The caller divides as it stores: all quotients at once would need more registers.
+    # The caller divides as it stores, because all quotients at once would need more registers.
     return outputs, highest, jnp.where(total > 0, total, 1.0)

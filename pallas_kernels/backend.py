@@ -1,7 +1,7 @@
 """Pallas's Triton backend (None in JAX versions without it), and whether jax_triton is installed.
 
-JAX has announced that it will remove the backend. Without it every op runs in plain JAX, or in jax_triton if the op
-supports it.
+JAX has announced that it will remove the backend. Without it, every op runs in plain JAX, or in jax_triton if the op
+supports jax_triton.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
-"""Batch invariance: a setting under which every kernel splits its work in one fixed way, whatever the batch.
+"""Batch invariance, a setting that makes every kernel split its work in the same way for every batch.
 
-By default a kernel chooses its tiles and splits by the number of rows, which is fastest. Tiles and splits determine the
-order of additions, so a row's last bits depend on the number of rows. Within `batch_invariant` every matmul takes rows
-in blocks of 16, and attention splits slots into shares of a fixed size. Matmuls in XLA run in blocks of 16 rows, too.
+By default, a kernel chooses its tiles and splits for the number of rows, which is fastest. They determine the order of
+additions, so a row's last bits depend on the number of rows. Inside `batch_invariant`, every matmul processes rows in
+blocks of 16, and attention splits slots into shares of a fixed size. XLA's matmuls also run in blocks of 16 rows.
 """
 
 import contextlib
@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-ROWS = 16  # per matmul: the fewest rows that tensor cores multiply
+ROWS = 16  # rows per matmul, the minimum for tensor cores
 SHARE_SLOTS = 1024  # slots per share in attention
 
 _is_on = jax.make_user_context(False)  # part of JAX's cache key, so a jitted function is traced for each value
 
 
 def batch_invariant(is_on: bool = True) -> contextlib.AbstractContextManager:
-    """Makes kernels traced inside the context batch-invariant; with `is_on` False restores the default.
+    """Makes kernels that are traced inside the context batch-invariant; `is_on=False` restores the default.
 
     Example:
         >>> with batch_invariant():
@@ -34,7 +34,7 @@ def is_batch_invariant() -> bool:
 
 
 def map_row_blocks(function, rows):
-    """Applies a row-wise function to rows [n, ...]; within `batch_invariant` in blocks of 16 rows.
+    """Applies a row-wise function to rows [n, ...], in blocks of 16 rows inside `batch_invariant`.
 
     XLA then compiles matmuls of only one size.
     """

@@ -1,6 +1,6 @@
-"""Calls of ops on random arrays, to compare implementations and to time them.
+"""Cases, which are calls of ops on random arrays, for comparing and timing implementations.
 
-Each op makes its case with `make_case`, from the shape that `pallas_kernels.dispatch.choose` uses.
+Each op has a `make_case`, which makes a case from the shape that `pallas_kernels.dispatch.choose` uses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ _MAX_COMPARED |= {"queries": 256, "experts": 16}
 
 
 def difference_from_xla(make_case: Callable[[Shape], Case], shape: Shape, implementation: str) -> float:
-    """Compares an implementation of an op with "xla", on small arrays of the dtypes and widths of a call.
+    """Compares an implementation of an op with "xla", on small arrays with the dtypes and widths of a call.
 
     Returns:
         The largest difference divided by its bound; more than 1 means that the results are wrong.
@@ -27,7 +27,7 @@ def difference_from_xla(make_case: Callable[[Shape], Case], shape: Shape, implem
     found = run(*arrays, implementation=implementation)
     with jax.default_matmul_precision("highest"):
         expected = run(*arrays, implementation="xla")
-    # The bound is relative to an output's largest value and follows the rounding error of the dtype.
+    # The bound is relative to an output's largest value and depends on the dtype's rounding error.
     bound = 1e-4 if shape.get("dtype") == "float32" else 3e-2
     worst = 0.0
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -46,12 +46,12 @@ def random_normal(keys: Iterator[jax.Array], shape: tuple[int, ...], dtype: str 
 
 
 def random_parts(keys: Iterator[jax.Array], parts: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Draws the parts `[P, *shape]` of `PartialSums`, in float32; a single part has the value's dtype."""
+    """Draws the parts `[P, *shape]` of `PartialSums`, in float32 or, for a single part, in `dtype`."""
     return random_normal(keys, (parts, *shape), "float32" if parts > 1 else dtype)
 
 
 def random_attention(keys: Iterator[jax.Array], shape: Shape, tokens: int) -> tuple:
-    """Draws a full cache's keys and values, queries `[B, K, T, G, H]` for its last tokens, and their start and window.
+    """Draws queries `[B, K, T, G, H]` for a full cache's last tokens, its keys and values, and a start and window.
 
     A window covers a quarter of the slots.
     """

@@ -1,7 +1,7 @@
-"""Combines the shares that `verify_attention` splits a row's slots into: kernels and references.
+"""Kernels and references that combine the shares into which `verify_attention` splits a row's slots.
 
 Bottleneck: the launch, because decoding has few rows. `combine_latents` also applies each head's value up-projection;
-its bottleneck is reading these weights, each byte once.
+its bottleneck is reading these weights once.
 """
 
 import functools
@@ -34,7 +34,7 @@ def combine_shares_reference(outputs, log_sums, *, dtype):
 def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
     """Averages the shares of each query row, weighted by their softmax sums (flash decoding).
 
-    The result is [B, T, K, G, Hv] in `dtype`: tokens before heads, as the next product reads them.
+    The result is [B, T, K, G, Hv] in `dtype`, with tokens before heads because the next product needs this order.
 
     Args:
         outputs: [B, K, Z, T, G, Hv] float32, the attention over each of Z shares of the slots.
@@ -44,7 +44,7 @@ def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
     B, K, Z, T, G, width = outputs.shape
     num_parts = len(log_sums)
     columns_per_part = width // num_parts
-    # All shares are loaded at once, or one at a time within `batch_invariant`, where the order of additions must not
+    # Load all shares at once or, inside `batch_invariant`, one at a time, because then the order of additions must not
     # depend on the number of shares, which follows from the cache's capacity.
     shares = 1 if is_batch_invariant() else pl.next_power_of_2(Z)
     columns = min(pl.next_power_of_2(columns_per_part), max(16, _TILE_ELEMENTS // shares))
@@ -73,7 +73,7 @@ def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
 
 
 def _combine_shares_kernel(outputs_ref, log_sums_ref, out_ref, *, tile, blocks_per_part, columns_per_part, group_size):
-    """Combines some columns of one query row; a step takes some of the shares, [shares, columns]."""
+    """Combines some columns of one query row; each step processes some of the shares, [shares, columns]."""
     shares, columns = tile
     num_shares, num_heads = int(outputs_ref.shape[2]), int(outputs_ref.shape[1])
     # This program's part and columns, query row, batch row and key head.
@@ -91,7 +91,7 @@ def _combine_shares_kernel(outputs_ref, log_sums_ref, out_ref, *, tile, blocks_p
         mask = is_share[:, None] & is_column[None, :]
         return log_sums, plt.load(outputs_ref.at[batch, head, index[0], query, index[1]], mask=mask, other=0.0)
 
-    # Weigh each share by its softmax sum, relative to the largest.
+    # Weight each share by its softmax sum relative to the largest sum.
     share = jnp.arange(shares)
     if shares >= num_shares:
         log_sums, outputs = load(share)
@@ -102,7 +102,7 @@ def _combine_shares_kernel(outputs_ref, log_sums_ref, out_ref, *, tile, blocks_p
         def add_share(index, carry):
             combined, highest, total = carry
             log_sums, outputs = load(index + share)
-            log_sum, output = jnp.max(log_sums, axis=0), jnp.sum(outputs, axis=0)  # of the one share
+            log_sum, output = jnp.max(log_sums, axis=0), jnp.sum(outputs, axis=0)  # of the single share
             new_highest = jnp.maximum(highest, log_sum)
             rescale, weight = jnp.exp2(highest - new_highest), jnp.exp2(log_sum - new_highest)
             return rescale * combined + weight * output, new_highest, rescale * total + weight
@@ -131,10 +131,10 @@ def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> j
     """
     B, _, Z, T, N, R = outputs.shape
     V, n = value_up.shape[2], B * T
-    # All tokens form one tile of at least 16 rows, the fewest that tensor cores multiply.
+    # All tokens form one tile of at least 16 rows, the minimum for tensor cores.
     rows = max(16, pl.next_power_of_2(n))
-    # Few rows: narrow slices of the values, to get enough programs. Many rows: wide slices, because each slice repeats
-    # the combination.
+    # For few rows, use narrow slices of the values to get enough programs. For many rows, use wide slices, because each
+    # slice repeats the combination.
     columns = min(max(16, pl.next_power_of_2(V)), 32 if rows == 16 else 128)
     slices = pl.cdiv(V, columns)
     shares_bytes = outputs.nbytes + 2 * log_sums.nbytes
@@ -159,7 +159,7 @@ def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> j
 def _combine_latents_kernel(
     outputs_ref, log_sums_ref, value_up_ref, out_ref, *, tile, slices, num_rows, num_tokens, dtype
 ):
-    """Computes a slice of one head's values: outputs_ref [B, Z, T, N, R], log_sums_ref [parts, B, Z, T, N]."""
+    """Computes a slice of one head's values from outputs_ref [B, Z, T, N, R] and log_sums_ref [parts, B, Z, T, N]."""
     _, num_shares, _, _, R = (int(size) for size in outputs_ref.shape)
     num_parts, V = int(log_sums_ref.shape[0]), int(value_up_ref.shape[2])
     head, part_of_values = jax.lax.div(pl.program_id(0), slices), jax.lax.rem(pl.program_id(0), slices)
@@ -168,13 +168,13 @@ def _combine_latents_kernel(
     is_row, is_column = row < num_rows, column < V
 
     def combine_and_multiply(part, result):
-        """Adds the product of one part of the latent's columns."""
+        """Adds the product for one part of the latent's columns."""
         size = R // num_parts
 
         def load_log_sum(share):
             return plt.load(log_sums_ref.at[part, batch, share, token, head], mask=is_row, other=0.0)
 
-        # The largest softmax sum, relative to which the shares are weighed, and the sum of the weights.
+        # Find the largest softmax sum, relative to which the shares are weighted, and the sum of the weights.
         def add_weight(share, carry):
             highest, total = carry
             log_sum = load_log_sum(share)

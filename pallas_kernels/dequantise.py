@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 
 def dequantise(values, scales, block, axis) -> jax.Array:
-    """Multiplies stored values, such as float8_e4m3fn, by the scale of their block, in float32.
+    """Multiplies stored values, such as float8_e4m3fn, by the scales of their blocks, in float32.
 
-    `scales` are shaped as `values` except along `axis`, where they have one entry per block, rounded up.
+    `scales` has the shape of `values` except along `axis`, where it has one entry per full or partial block.
     """
     scales = jnp.repeat(scales, block, axis=axis)
     # The last block may be shorter than the others.

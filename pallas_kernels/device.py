@@ -1,4 +1,4 @@
-"""The device that a kernel is compiled for: its platform and sizes, and the order of programs that suits its caches."""
+"""Finds the platform and size of the device that a kernel is compiled for, and orders programs to suit its caches."""
 
 import functools
 
@@ -10,10 +10,10 @@ NUM_DIES = 8  # on an MI300X
 
 
 def num_processors() -> int:
-    """Returns the number of processors of the GPU: 132 for an H100, 304 for an MI300X.
+    """Returns the GPU's number of processors, such as 132 for an H100 or 304 for an MI300X.
 
-    The GPU is the current mesh's abstract device (when compiling ahead of time), else JAX's first GPU. Without a GPU it
-    is an H100, so that interpreted kernels split their work as on an H100.
+    The GPU is the current mesh's abstract device (when compiling ahead of time) or else JAX's first GPU. Without a GPU,
+    an H100 is assumed, so that interpreted kernels split their work as on an H100.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None and device.num_cores:
@@ -37,17 +37,17 @@ def call_by_platform(run, *operands, interpret: bool, differs: bool = True):
 def die_order(*ids, grid, is_reordered: bool = True):
     """Reorders the programs of a grid so that neighbours run on the same die of an MI300X and share its L2 cache.
 
-    An MI300X has eight dies, each with its own L2 cache, and consecutive programs go to the dies in turn:
-    program p runs on die p % 8. Here each die gets a run of consecutive grid positions instead. The lengths of the runs
-    differ by at most one if the number of programs is not divisible by the number of dies.
+    An MI300X has eight dies, each with its own L2 cache. By default, consecutive programs run on the dies in turn, with
+    program p on die p % 8. Here each die gets a run of consecutive grid positions instead. If the number of programs is
+    not divisible by the number of dies, the lengths of the runs differ by one.
 
     Args:
         ids: The program's index along each grid axis, int32; the first axis varies fastest.
         grid: Number of programs along each axis.
-        is_reordered: False keeps the program's position, for other devices and for programs that share nothing.
+        is_reordered: False keeps the program's position, for other devices and for programs that share no data.
 
     Returns:
-        The program's new position along each axis, int32. Each position is taken by exactly one program.
+        The program's new position along each axis, int32. Exactly one program gets each position.
     """
     if not is_reordered:
         return ids

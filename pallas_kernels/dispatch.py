@@ -1,4 +1,4 @@
-"""Chooses the implementation of an op: the requested one, or the fastest one measured on this kind of device."""
+"""Chooses an op's implementation, which is the requested one or the fastest one measured on this kind of device."""
 
 import concurrent.futures
 import contextlib
@@ -18,11 +18,11 @@ from pallas_kernels.case import Case, Shape, difference_from_xla
 
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes in which every size differs by at most this factor
 MIN_PAGED_ROWS = 32  # minimum rows for which paged attention runs its kernel by default
-# Ops that run their kernel on a GPU if nothing similar was measured: XLA would read experts several times, write fp8
-# weights out in a wider dtype, or copy all pages of a cache in every layer. On an H100 a round with 64 rows took two
-# thirds of the time when the kernel computed paged attention; one row in a contiguous cache was faster in XLA than with
-# all kernels. Nothing in between was measured, so the rule starts at half of the 64 rows. Other ops run in XLA until
-# they are measured.
+# Ops that run their kernel on a GPU if nothing similar was measured, because XLA would read experts several times,
+# write fp8 weights out in a wider dtype, or copy all pages of a cache in every layer. On an H100, the paged-attention
+# kernel reduced the time of a round with 64 rows to two thirds; with one row in a contiguous cache, XLA was faster than
+# all kernels together. Nothing in between was measured, so the rule starts at 32 rows, half of 64. Other ops run in XLA
+# until they are measured.
 _KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
@@ -37,7 +37,7 @@ _KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
 
 @dataclasses.dataclass
 class _Process:
-    """State of this process: comparisons made, calls recorded, and times measured on its device."""
+    """This process's state, with past comparisons, recorded calls, and the times measured on its device."""
 
     # Keyed by op, implementation and dtypes.
     agreed: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)
@@ -46,7 +46,7 @@ class _Process:
 
     @functools.cached_property
     def measured(self) -> dict[str, list]:
-        """The times measured on this device: op -> cells."""
+        """The cells with the times measured on this device, keyed by op."""
         return measurements.read()
 
 
@@ -63,17 +63,17 @@ def choose(
     make_case: Callable[[Shape], Case] | None = None,
     check: Callable[[str], float] | None = None,
 ) -> str:
-    """Returns the implementation to run: one of `offered`, or "interpreted".
+    """Returns the implementation to run, which is one of `offered` or "interpreted".
 
-    "auto" is the implementation that was measured to be fastest for this op, on this device, at the nearest measured
-    shape (`mtpjax tune`, `pallas_kernels.measurements`). If nothing similar was measured, experts, fp8 weights, prefill
-    attention, and paged attention over many rows run their kernel on a GPU. In all other cases, if the kernel does not
-    support the arguments, and without a GPU, it is "xla", the plain reference. Before "auto" uses a kernel for the
-    first time, the kernel is compared with the reference on this device; if the results differ, "auto" logs a warning
-    and means "xla" from then on.
+    "auto" selects the implementation that was measured to be fastest for this op, on this device, at the nearest
+    measured shape (`mtpjax tune`, `pallas_kernels.measurements`). If nothing similar was measured, experts, fp8
+    weights, prefill attention, and paged attention over many rows run their kernel on a GPU. In all other cases, and
+    whenever the kernel does not support the arguments or there is no GPU, "auto" selects "xla", the plain reference.
+    Before its first use of a kernel, "auto" compares the kernel with the reference on this device; if the results
+    differ, it logs a warning and selects "xla" from then on.
 
-    On a mesh that XLA partitions automatically, the result is always "xla": XLA cannot split a kernel, and would gather
-    its operands on every device.
+    On a mesh that XLA partitions automatically, the result is always "xla", because XLA cannot split a kernel and would
+    gather its operands on every device.
 
     Args:
         op: Name of the op in the measurements file.
@@ -81,7 +81,7 @@ def choose(
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
         make_case: Makes arrays of a shape, on which the kernel is compared with "xla". None: no comparison.
-        check: Custom comparison of an implementation: returns the largest difference divided by its bound; more than 1
+        check: Custom comparison, which returns an implementation's largest difference divided by its bound; more than 1
             is a failure.
 
     Raises:
@@ -97,7 +97,7 @@ def choose(
         if implementation in ("triton", "interpreted"):
             raise ValueError(f"jax {jax.__version__} lacks Pallas's Triton backend, which the kernels need: use xla")
         offered = [name for name in offered if name != "triton"]
-    # Automatic partitioning: an axis of several devices that is not under shard_map ("Manual").
+    # Partitioning is automatic if an axis with several devices is not under shard_map ("Manual").
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     if any(kind is not AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds):
@@ -107,10 +107,10 @@ def choose(
         if unsupported_reason and implementation != "xla":
             raise ValueError(unsupported_reason)
         return implementation
-    # "auto": kernels need a GPU.
+    # With "auto", kernels need a GPU.
     if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
-    # Use the fastest implementation that was measured on this kind of device, else the default rule.
+    # Use the fastest implementation that was measured on this kind of device, or else the default rule.
     measured = _fastest(_process.measured.get(op, ()), shape)
     kernels = [name for name in offered if name != "xla"]  # Pallas kernel first
     by_rule = kernels[0] if kernels and op in _process.kernel_by_rule and _process.kernel_by_rule[op](shape) else "xla"
@@ -123,15 +123,15 @@ def choose(
 
 
 def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check: Callable[[str], float]) -> bool:
-    """Returns whether an implementation matches the reference on this device; it is tested once per op and dtypes."""
+    """Returns whether an implementation matches the reference on this device; tests it once per op and dtypes."""
     key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
     if key not in _process.agreed:
-        # The caller is being traced, but the comparison must run now: in a thread, because JAX traces per thread.
+        # The caller is being traced, but the comparison must run now. Use a thread, because JAX traces per thread.
         # (`jax.ensure_compile_time_eval` would also evaluate values that a kernel's trace must keep.)
         try:
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 difference = thread.submit(check, implementation).result()
-        # If a kernel cannot run for any reason, the reference replaces it.
+        # If a kernel cannot run for any reason, use the reference instead.
         except Exception as error:
             difference, why = math.inf, f"fails: {str(error).partition(chr(10))[0][:200]}"
         else:

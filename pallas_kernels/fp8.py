@@ -29,9 +29,9 @@ def as_stored(x, dtype):
 def convert_fp8(bits, dtype):
     """Converts the bits (uint8) of float8_e4m3fn numbers to float32, bfloat16 or float16, divided by `FP8_DIVISOR`.
 
-    Exact, except that NaN becomes 480. The bits of sign, exponent and fraction move to their places in float16, whose
-    exponent bias is larger by 8; bfloat16 holds every digit of the result. This needs no fp8 hardware. On an H100,
-    kernels that load two numbers as one use it.
+    The conversion is exact, except that NaN becomes 480. The sign, exponent and fraction bits move to their positions
+    in float16, whose exponent bias is larger by 8; bfloat16 represents every result exactly. This needs no fp8
+    hardware. On an H100, only kernels that load two numbers as one use this function.
     """
     # s eeee fff -> s 0 eeee fff 0000000: the arithmetic shift repeats the sign, and the mask clears the copy.
     half = (((bits.astype(jnp.int32) << 24) >> 1) >> 16).astype(jnp.int16) & np.int16(0xBF80 - 2**16)

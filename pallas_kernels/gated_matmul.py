@@ -1,7 +1,7 @@
-"""Multiplies a few rows by SwiGLU's gate and up matrices: op, kernel, reference.
+"""An op that multiplies a few rows by SwiGLU's gate and up matrices, with its kernel and reference.
 
-Bottleneck: reading the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no separate
-launch, and the products are never written to memory.
+Bottleneck: reading the matrices. Each program multiplies by the same columns of gate and up, so SwiGLU needs no
+separate launch, and the products are never written to memory.
 """
 
 import functools
@@ -29,9 +29,9 @@ def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -
 
     Args:
         x: [..., D] floating.
-        weights: [D, 2 F] floating, such as float8_e4m3fn: the gate columns, then the up columns.
+        weights: [D, 2 F] floating, such as float8_e4m3fn, with the gate columns before the up columns.
         scales: [ceil(D / block), 2 F] floating, or None for weights without scales.
-        implementation: As for every op. More than 64 rows always run "xla".
+        implementation: As for every op. With more than 64 rows, "xla" always runs.
 
     Returns:
         [..., F] in x's dtype.
@@ -70,13 +70,13 @@ def _gated_matmul_triton(x, weights, scales, block, interpret):
 
 
 def _run_kernel(x, weights, scales, *, block, interpret, platform):
-    """Runs the kernel over x as rows [n, D]: each program computes some columns of the result."""
+    """Runs the kernel over x as rows [n, D]; each program computes some columns of the result."""
     D, F = weights.shape[0], weights.shape[1] // 2
     n = x.size // D
     padded, num_row_blocks = tile_rows(n)
     itemsize, is_float32 = weights.dtype.itemsize, x.dtype.itemsize == 4
     columns = _num_columns(F, is_float32=is_float32)
-    # A gate tile and an up tile take 16 KB together, or less with few columns, because 64 rows of x must also fit. See
+    # A gate tile and an up tile together take 16 KB, or less with few columns, because 64 rows of x must also fit. See
     # `block_scaled_matmul` for float32, scales and stages.
     inputs = 32 if is_float32 else min(128, TILE_BYTES // (2 * columns * itemsize))
     inputs = inputs if scales is None else min(inputs, block)
@@ -110,7 +110,7 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
 
 
 def _num_columns(F: int, *, is_float32: bool) -> int:
-    """Returns the columns per program: the largest number that still gives nearly every processor a program.
+    """Returns the largest number of columns per program that still gives nearly every processor a program.
 
     Gate times up needs complete sums, so with few columns the inputs cannot be split over programs instead.
     """
@@ -121,7 +121,7 @@ def _num_columns(F: int, *, is_float32: bool) -> int:
 
 
 def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, has_row_blocks, is_integer_fp8):
-    """Computes columns of the result: x_ref [n, D], weights_ref [D, 2 F], scales_ref [blocks, 2 F], out_ref [n, F]."""
+    """Computes columns of the result [n, F] from x_ref [n, D], weights_ref [D, 2 F] and scales_ref [blocks, 2 F]."""
     *scales_refs, out_ref = refs
     inputs, columns = tile
     (n, D), F = x_ref.shape, out_ref.shape[1]
@@ -132,7 +132,7 @@ def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, has_row
     multiply = functools.partial(multiply_tile, block=block, is_integer_fp8=is_integer_fp8)
 
     def add_tile(index, totals):
-        # The same columns of gate and of up.
+        # Multiply by the same columns of gate and up.
         first = index * inputs
         x = load_inputs(x_ref, row, first, inputs)
         return tuple(
@@ -142,7 +142,7 @@ def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, has_row
 
     zeros = jnp.zeros((padded, columns), jnp.float32)
     gate, up = jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(D, inputs)), add_tile, (zeros, zeros))
-    # Undo the division of the integer conversion before the activation, which is not linear.
+    # Undo the integer conversion's division before the activation, because the activation is not linear.
     if is_integer_fp8:
         gate, up = gate * FP8_DIVISOR, up * FP8_DIVISOR
     is_inside = (row < n)[:, None] & (column < F)[None, :]

@@ -1,4 +1,4 @@
-"""Gradients of kernels by differentiating plain JAX."""
+"""Computes gradients of kernels by differentiating plain JAX."""
 
 import functools
 import inspect

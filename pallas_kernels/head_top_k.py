@@ -1,6 +1,6 @@
-"""Finds an output head's largest logits without writing all logits to memory: op, kernel, reference.
+"""An op that finds an output head's largest logits without writing all logits to memory, with kernel and reference.
 
-Bottleneck: reading the head, which the kernel does once for up to 16 rows. The logits are never written to memory.
+Bottleneck: reading the head, which the kernel does once for up to 16 rows.
 """
 
 import functools
@@ -25,14 +25,14 @@ def head_top_k(
 
     Values are in descending order; among equal logits the lower column comes first, as in `jnp.argmax` and
     `jax.lax.top_k`. The head is cast to hidden's dtype and sums are float32. The kernel multiplies float32 at full
-    precision, XLA at JAX's default precision. Up to 16 rows the kernel sums in one order; with more rows the order may
-    differ. The kernel does not support logits that are -inf or NaN. Not differentiable.
+    precision, and XLA at JAX's default precision. For up to 16 rows, the kernel sums in a fixed order; for more rows,
+    the order may differ. The kernel does not support logits that are -inf or NaN. Not differentiable.
 
     Args:
         hidden: [..., D] float32, bfloat16 or float16.
         head: [D, V], or [V, D] if `is_transposed`, of the same dtypes.
         k: Number of logits, 1..num_tokens.
-        num_tokens: Columns from here on are padding and are ignored; None: V.
+        num_tokens: Number of real columns; later columns are padding and are ignored. None: V.
         is_transposed: The head is a tied embedding [V, D], read in that layout.
 
     Returns:
@@ -53,7 +53,7 @@ def head_top_k(
     for array in (hidden, head):
         if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise ValueError(f"hidden and head must be float32, bfloat16 or float16, not {array.dtype}")
-    # Leading dimensions become rows; the kernel knows only [R, D].
+    # Leading dimensions become rows, because the kernel supports only [R, D].
     rows = hidden.size // width
     shape = {"rows": rows, "width": width, "vocabulary": num_tokens, "k": k, "dtype": str(hidden.dtype)}
     chosen = choose("head_top_k", implementation, ("xla", "triton"), shape, make_case=make_case)
@@ -88,30 +88,30 @@ def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=Fa
 
 
 def _num_block_rows(num_rows: int) -> int:
-    """Returns the rows per block: the fewest rows of a matrix unit, or enough to fill an H100's matrix unit."""
+    """Returns the rows per block, 16 (the minimum for tensor cores) or 64 (enough to fill an H100's tensor cores)."""
     return 16 if num_rows <= 16 or is_batch_invariant() else 64
 
 
 def _run_kernel(hidden, head, *, k, num_tokens, is_transposed, interpret, platform):
     """Runs the kernel over hidden [R, D] and merges the results of the column blocks.
 
-    Each program takes a block of columns over all of D, and writes its k best logits and its sum of exponentials. Each
-    byte of the head is read once; with a second block of rows, its program runs next to the first and finds the head in
-    the cache.
+    Each program processes a block of columns over all of D, and writes the block's k best logits and its sum of
+    exponentials. Each byte of the head is read once; if there is a second block of rows, its program runs next to the
+    first program and finds the head in the cache.
     """
     (num_rows, width), num_columns = hidden.shape, head.shape[0 if is_transposed else 1]
     block_rows = _num_block_rows(num_rows)
-    # Loads in flight: an H100's bandwidth times its latency is about 25 KB per SM. (stages - 1) tiles of 8 or 16 KB in
-    # each of three or more programs per SM exceed that, within the 64 KB of shared memory of an MI300X.
+    # An H100 needs about 25 KB of loads in flight per SM (bandwidth times latency). With three or more programs per SM,
+    # (stages - 1) tiles of 8 or 16 KB each exceed that, and the stages fit into an MI300X's 64 KB of shared memory.
     if jnp.float32 in (hidden.dtype, head.dtype):
         block_columns, block_depth, num_stages = 64, 32, 4
     elif block_rows == 16:
         block_columns, block_depth, num_stages = 64, 64, 6
     else:
         block_columns, block_depth, num_stages = 128, 64, 3
-    # Grid: (blocks of rows, blocks of columns). Columns of padding tokens get no program and are not read.
+    # The grid is (blocks of rows, blocks of columns). Blocks of padding columns have no program and are not read.
     grid = (pl.cdiv(num_rows, block_rows), pl.cdiv(num_tokens, block_columns))
-    # On ROCm the programs of one block of columns run on one die, if there are several.
+    # On ROCm, if a block of columns has several programs, they run on one die.
     place = functools.partial(die_order, grid=grid, is_reordered=platform == "rocm" and grid[0] > 1)
     placed = lambda index_map: lambda *ids: index_map(*place(*ids))
     if is_transposed:
@@ -154,7 +154,7 @@ def _run_kernel(hidden, head, *, k, num_tokens, is_transposed, interpret, platfo
         interpret=interpret,
         name="head_top_k",
     )(hidden, head)
-    # Merge the blocks of columns: rescale each block's sum of exponentials to the largest logit of the row.
+    # Merge the blocks of columns by rescaling each block's sum of exponentials to the largest logit of the row.
     highest = values[:, :, 0].max(axis=1, keepdims=True)
     logsumexp = highest[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - highest)).sum(axis=1))
     # Equal candidates are in column order, so the first of them has the lowest column.
@@ -184,9 +184,9 @@ def _head_top_k_kernel(
     is_transposed,
     place,
 ):
-    """Finds the k best of a block of columns: hidden_ref [block_rows, D] -> values_ref, indices_ref [block_rows, k].
+    """Finds the k best logits in a block of columns for hidden_ref [block_rows, D].
 
-    sums_ref [block_rows] is the sum of exp(logit - largest logit of the block), float32.
+    values_ref and indices_ref are [block_rows, k]; sums_ref [block_rows] gets the float32 sums of exp(logit - largest).
     """
     block_rows = hidden_ref.shape[0]
     block_columns = head_ref.shape[0 if is_transposed else 1]
@@ -214,17 +214,17 @@ def _head_top_k_kernel(
             precision=jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None,
         )
 
-    # The block's logits stay in registers, float32; padding columns become -inf.
+    # The block's float32 logits stay in registers; padding columns become -inf.
     steps = jnp.int32(pl.cdiv(width, block_depth))
     logits = jnp.zeros((block_rows, block_columns), jnp.float32)
     logits = jax.lax.fori_loop(jnp.int32(0), steps, add, logits)
     logits = jnp.where((column < num_tokens)[None, :], logits, -jnp.inf)
-    # Take the largest k times: find it, store it, mask its column. The first one also scales the sum of exponentials.
+    # Find and store the largest logit k times, and mask its column. The first also scales the sum of exponentials.
     for rank in range(k):
         value = jnp.max(logits, axis=1)
         if rank == 0:
             plt.store(sums_ref, jnp.sum(jnp.exp(logits - value[:, None]), axis=1), mask=is_row)
-        # The lowest column among equal logits.
+        # Choose the lowest column among equal logits.
         index = jnp.min(jnp.where(logits == value[:, None], column[None, :], num_tokens - 1), axis=1)
         plt.store(values_ref.at[:, jnp.int32(rank)], value, mask=is_row)
         plt.store(indices_ref.at[:, jnp.int32(rank)], index, mask=is_row)
@@ -232,7 +232,7 @@ def _head_top_k_kernel(
 
 
 def _load(ref, is_row, is_column):
-    """Loads a block, zero where its rows or columns are masked; None masks nothing."""
+    """Loads a block, with zeros where its rows or columns are masked; None masks nothing."""
     if is_row is None and is_column is None:
         return plt.load(ref)
     rows = True if is_row is None else is_row[:, None]

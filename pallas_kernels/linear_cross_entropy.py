@@ -1,15 +1,15 @@
-"""Cross-entropy, and distances between drafts and the trunk, from `hidden @ head` without storing the logits.
+"""Computes cross-entropy, and distances of drafts from the trunk, from `hidden @ head` without storing the logits.
 
 Bottleneck: multiplications. One product takes 2 N D V operations, for N rows, width D and vocabulary V. The forward
 pass needs one product for cross-entropy, and a second one to compare drafts with the trunk. The backward pass needs one
-to recompute the logits and two for the gradients. That makes 4 products, or 5 with the comparison; storing all logits
-needs 3. For large N, reading the head takes a small fraction of that time on an H100, so block sizes are chosen for
-multiplication.
+to recompute the logits and two for the gradients. That makes 4 products, or 5 with the comparison; code that stores all
+logits needs 3. For large N, reading the head takes a small fraction of that time on an H100, so block sizes are chosen
+for multiplication.
 
-A kernel that accumulated both gradients itself would need a further product, and has no room for the sums: `[rows, D]`
-float32 does not fit registers or shared memory, and splitting D computes the logits again for each part. So the kernel
-writes the gradient of the logits for some columns at a time, in hidden's dtype, and XLA multiplies it by head and
-hidden.
+A kernel that accumulated both gradients itself would need a further product. It would also have no room for the sums,
+because `[rows, D]` float32 does not fit into registers or shared memory, and splitting D would compute the logits again
+for each part. Therefore, the kernel writes the gradient of the logits for some columns at a time, in hidden's dtype,
+and XLA multiplies it by head and hidden.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ L2_GROUP = 16
 
 
 class LossTerms(NamedTuple):
-    """Losses per row, float32.
+    """The float32 losses of each row.
 
     p is the trunk's distribution, a target without gradient; q is a draft's distribution.
     """
@@ -42,7 +42,7 @@ class LossTerms(NamedTuple):
 def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementation="auto") -> jax.Array:
     """Computes `logsumexp(hidden @ head) - (hidden @ head)[target]` for each row.
 
-    Products are taken in hidden's dtype and summed in float32. Differentiable in reverse mode with respect to hidden
+    Products are computed in hidden's dtype and summed in float32. Differentiable in reverse mode with respect to hidden
     and head. Rows whose cotangent is 0 contribute nothing. To compute several depths, concatenate their rows.
 
     Args:
@@ -70,8 +70,8 @@ def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementat
 def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implementation="auto") -> LossTerms:
     """Computes the cross-entropy of the trunk and R - 1 drafts, and each draft's KL and overlap with the trunk.
 
-    With z a draft's logits, as `dq_v/dz_u = q_v (1[u = v] - q_u)` and as min has the gradient of the smaller side
-    (2602.23881)::
+    Let z be a draft's logits. Because `dq_v/dz_u = q_v (1[u = v] - q_u)` and min has the gradient of the smaller side,
+    the gradients are (2602.23881)::
 
         d overlap / dz_u = sum_v 1[q_v < p_v] q_v (1[u = v] - q_u) = q_u (1[q_u < p_u] - b),  b = sum_v q_v 1[q_v < p_v]
         d KL(p||q) / dz_u = q_u - p_u        d cross_entropy / dz_u = q_u - 1[u = target]
@@ -80,8 +80,8 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
     pass needs no further sum. Each pass computes the trunk's logits once, for any number of drafts.
 
     Args:
-        hidden: For each head an array [R_h, N, D]; R arrays of N rows in total, the first the trunk's. Row n of a draft
-            is compared with row n of the trunk.
+        hidden: One array [R_h, N, D] per head, with R entries of N rows in total; the first entry is the trunk's. Row n
+            of a draft is compared with row n of the trunk.
         heads: [D, V] each.
         targets: [R, N] integer.
 
@@ -118,7 +118,7 @@ def linear_total_variation_reference(hidden, heads, targets):
     logits = [_matmul("RND,DV->RNV", states, head) for states, head in zip(hidden, heads, strict=True)]
     log_probs = jax.nn.log_softmax(jnp.concatenate(logits), axis=-1)
     target_log_prob = jnp.take_along_axis(log_probs, targets[:, :, None], axis=-1)[:, :, 0]
-    # The trunk is the target: no gradient flows into p. `where` gives min the gradient of q only where q < p.
+    # The trunk is the target, so no gradient flows into p. `where` gives min the gradient of q only where q < p.
     log_p, log_q = jax.lax.stop_gradient(log_probs[:1]), log_probs[1:]
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     return LossTerms(-target_log_prob, (p * (log_p - log_q)).sum(-1), jnp.where(q < p, q, p).sum(-1))
@@ -127,7 +127,7 @@ def linear_total_variation_reference(hidden, heads, targets):
 def _check(hidden, heads, targets, vocab_chunk):
     """Raises ValueError for inconsistent shapes, dtypes or chunks."""
     states, shapes = hidden[0], [other.shape for other in hidden]
-    # float16 is unsupported: its range is too small for gradients of logits.
+    # float16 is unsupported, because its range is too small for gradients of logits.
     if states.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"hidden must be bfloat16 or float32, not {states.dtype}")
     if any(other.ndim != 3 or other.shape[1:] != states.shape[1:] or other.dtype != states.dtype for other in hidden):
@@ -154,7 +154,7 @@ def _losses_triton(hidden, heads, targets, vocab_chunk, interpret) -> LossTerms:
 def _forward(hidden, heads, targets, vocab_chunk, interpret):
     del vocab_chunk
     cast = [head.astype(hidden[0].dtype) for head in heads]
-    # Pass 1, per head: partial log-sum-exps over blocks of columns, joined here relative to the highest logit.
+    # Pass 1 computes each head's partial log-sum-exps over blocks of columns. Join them relative to the highest logit.
     logsumexps, target_logits, first = [], [], 0
     for states, head in zip(hidden, cast, strict=True):
         own_targets = targets[first : first + len(states)]
@@ -166,7 +166,7 @@ def _forward(hidden, heads, targets, vocab_chunk, interpret):
         target_logits.append(target_logit.sum(0).reshape(own_targets.shape))
         first += len(states)
     logsumexp = jnp.concatenate(logsumexps)
-    # Pass 2, only with drafts: KL, overlap and b. The residuals hold a few numbers per row and no logits.
+    # Pass 2 computes KL, overlap and b if there are drafts. The residuals hold a few numbers per row and no logits.
     no_drafts = [jnp.zeros((0, targets.shape[1]))] * 3
     kl, overlap, overlap_bias = _compare(hidden, cast, logsumexp, interpret) if len(targets) > 1 else no_drafts
     terms = LossTerms(logsumexp - jnp.concatenate(target_logits), kl, overlap)
@@ -176,14 +176,14 @@ def _forward(hidden, heads, targets, vocab_chunk, interpret):
 def _backward(vocab_chunk, interpret, residuals, cotangents):
     hidden, heads, targets, logsumexp, overlap_bias = residuals
     dtype, V = hidden[0].dtype, heads[0].shape[1]
-    # Whole blocks of columns per chunk.
+    # A chunk holds whole blocks of columns.
     block = _choose_tiles(hidden, V).columns
     chunk = min(block * pl.cdiv(vocab_chunk, block), V)
 
     def add_columns(start, columns, sums):
-        """Adds the contribution of `columns` of the vocabulary: to hidden's gradients, and as a slice of the heads'."""
-        # The kernel recomputes the chunk's logits and writes their gradients [R_h, N, columns]; XLA takes both products
-        # over them. Targets are shifted into the chunk; those outside it match no column.
+        """Adds the contribution of `columns` columns to hidden's gradients, and fills their slice of d_head."""
+        # The kernel recomputes the chunk's logits and writes their gradients [R_h, N, columns], from which XLA computes
+        # both products. Targets are shifted into the chunk; targets outside it match no column.
         parts = [jax.lax.dynamic_slice_in_dim(head, start, columns, axis=1).astype(dtype) for head in heads]
         gradients = _logit_gradients(hidden, parts, targets - start, logsumexp, overlap_bias, cotangents, interpret)
         new_sums = []
@@ -193,7 +193,7 @@ def _backward(vocab_chunk, interpret, residuals, cotangents):
             new_sums.append((d_states + _matmul("RNV,DV->RND", gradient, part), d_head))
         return new_sums
 
-    # Loop over whole chunks, then the rest of the vocabulary. Hidden's gradients are summed in float32.
+    # Loop over whole chunks, then process the rest of the vocabulary. Hidden's gradients are summed in float32.
     sums = [
         (jnp.zeros(states.shape), jnp.zeros(head.shape, head.dtype)) for states, head in zip(hidden, heads, strict=True)
     ]
@@ -207,7 +207,7 @@ _losses_triton.defvjp(_forward, _backward)
 
 
 def _partial_logsumexp(states, head, targets, interpret):
-    """Computes each block's highest logit, the sum relative to it, and the target's logit, `[blocks, N]` each."""
+    """Computes each block's highest logit, sum of exponentials relative to it, and target logit, `[blocks, N]` each."""
     tiles = _choose_tiles([states[None]], head.shape[1])
     partial = jax.ShapeDtypeStruct((tiles.grid[1], tiles.N), jnp.float32)
     return pl.pallas_call(
@@ -223,12 +223,12 @@ def _partial_logsumexp(states, head, targets, interpret):
 
 def _partial_logsumexp_kernel(states_ref, head_ref, targets_ref, highest_ref, total_ref, target_logit_ref, *, tiles):
     is_row, columns, is_column = tiles.masks()
-    # The block's logits [rows, columns] stay in registers, float32.
+    # The block's float32 logits [rows, columns] stay in registers.
     logits = tiles.logits(states_ref, 0, head_ref)
-    # The target's logit: only the block that holds its column contributes.
+    # Only the block that holds the target's column contributes to the target's logit.
     targets = plt.load(targets_ref, mask=is_row, other=-1)
     target_logit = jnp.sum(jnp.where(columns == targets[:, None], logits, 0.0), axis=1)
-    # Highest logit of the block and the sum of exponentials relative to it, so that nothing overflows.
+    # Sum the exponentials relative to the block's highest logit, so that nothing overflows.
     logits = jnp.where(is_column, logits, -jnp.inf)
     block_highest = jnp.max(logits, axis=1)
     plt.store(highest_ref, block_highest, mask=is_row)
@@ -237,7 +237,7 @@ def _partial_logsumexp_kernel(states_ref, head_ref, targets_ref, highest_ref, to
 
 
 def _compare(hidden, heads, logsumexp, interpret):
-    """Computes KL, overlap and b of each draft, `[R - 1, N]` each, as sums within and then over blocks of columns."""
+    """Computes each draft's KL, overlap and b, `[R - 1, N]` each, by summing within and then over blocks of columns."""
     R, tiles = len(logsumexp), _choose_tiles(hidden, heads[0].shape[1])
     partial = jax.ShapeDtypeStruct((tiles.grid[1], R - 1, tiles.N), jnp.float32)
     sums = pl.pallas_call(
@@ -264,14 +264,14 @@ def _compare_kernel(*refs, tiles):
             log_p = log_probs
             continue
         p, q = (jnp.where(is_column, jnp.exp(array), 0.0) for array in (log_p, log_probs))
-        # Per column: the terms of KL(p||q), of the overlap min(p, q), and of b = sum of q where q < p.
+        # Compute each column's terms of KL(p||q), of the overlap min(p, q), and of b, the sum of q where q < p.
         sums = p * (log_p - log_probs), jnp.minimum(p, q), jnp.where(q < p, q, 0.0)
         for ref, array in zip((kl_ref, overlap_ref, overlap_bias_ref), sums, strict=True):
             plt.store(ref.at[_traced_index(row - 1)], jnp.sum(array, axis=1), mask=is_row)
 
 
 def _logit_gradients(hidden, heads, targets, logsumexp, overlap_bias, cotangents, interpret):
-    """Computes the gradients of the logits of some columns; returns `[R_h, N, columns]` per head, in hidden's dtype."""
+    """Computes the logits' gradients for some columns; returns `[R_h, N, columns]` per head, in hidden's dtype."""
     R, tiles = len(logsumexp), _choose_tiles(hidden, heads[0].shape[1])
     d_cross_entropy, *d_distances = cotangents
     row_arrays, draft_arrays = [targets, logsumexp, d_cross_entropy], [overlap_bias, *d_distances] if R > 1 else []
@@ -295,13 +295,13 @@ def _logit_gradients_kernel(*refs, tiles, num_heads):
     operand_refs, row_refs, out_refs = refs[: 2 * num_heads], refs[2 * num_heads : -num_heads], refs[-num_heads:]
     targets_ref, logsumexp_ref, d_cross_entropy_ref, *draft_refs = row_refs
     is_row, columns, is_column = tiles.masks()
-    # Per-row numbers of one depth, [rows, 1].
+    # Loads one depth's number for each row, [rows, 1].
     load = lambda ref, row: plt.load(ref.at[_traced_index(row)], mask=is_row, other=0)[:, None]
     outputs = [out.at[_traced_index(index)] for out in out_refs for index in range(out.shape[0])]
     log_p = None
     for row, logits in enumerate(tiles.iterate_logits(operand_refs)):
         log_probs = logits - load(logsumexp_ref, row)
-        # Cross-entropy: q - 1[target], times the row's cotangent.
+        # The gradient of cross-entropy is q - 1[target], times the row's cotangent.
         q, weight = jnp.exp(log_probs), load(d_cross_entropy_ref, row)
         gradients = weight * (q - (columns == load(targets_ref, row)))
         if log_p is None:
@@ -311,13 +311,13 @@ def _logit_gradients_kernel(*refs, tiles, num_heads):
             overlap_bias, d_kl, d_overlap = (load(ref, row - 1) for ref in draft_refs)
             p = jnp.exp(log_p)
             gradients += d_kl * (q - p) + d_overlap * q * ((q < p) - overlap_bias)
-        # Round to hidden's dtype, as the two products over the gradients need it.
+        # Round to hidden's dtype, because the two products with the gradients need it.
         plt.store(outputs[row], gradients.astype(outputs[row].dtype), mask=is_row[:, None] & is_column)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """Divides `[N, D] @ [D, V]` among programs: each takes one block of the logits, `inner` inputs of D at a time."""
+    """Divides `[N, D] @ [D, V]` among programs; each computes a block of logits from `inner` inputs of D at a time."""
 
     N: int
     D: int
@@ -331,8 +331,8 @@ class _Tiles:
         return pl.cdiv(self.N, self.rows), pl.cdiv(self.V, self.columns)
 
     def pallas_call_kwargs(self, interpret) -> dict:
-        """Returns the arguments of `pallas_call` that all kernels here share. Grid: one program per block of logits."""
-        # The default number of stages: 3 on CUDA, 1 on ROCm, whose shared memory holds only one.
+        """Returns the `pallas_call` arguments that all kernels here share, with one program per block of logits."""
+        # Use the default number of stages, which is 3 on CUDA and 1 on ROCm, whose shared memory holds only one stage.
         num_warps = 8 if self.rows >= 64 else 4
         return {
             "grid": (self.grid[0] * self.grid[1],),
@@ -343,8 +343,8 @@ class _Tiles:
     def block_of(self, program):
         """Returns a program's block of rows and block of columns.
 
-        Programs that run at the same time share both: `L2_GROUP` blocks of rows pass over the vocabulary side by
-        side, so their hidden states stay in the L2 cache and each block of the head is loaded once per group.
+        Programs that run at the same time share rows and columns, because `L2_GROUP` blocks of rows pass over the
+        vocabulary side by side. Hidden states stay in the L2 cache, and a block of the head is loaded once per group.
         """
         # Row blocks vary fastest within a group of `L2_GROUP`, then columns. The last group may have fewer row blocks.
         num_row_blocks, num_column_blocks = self.grid
@@ -385,13 +385,13 @@ class _Tiles:
         )
 
     def masks(self):
-        """Returns which of this program's rows exist [rows], its columns [1, columns], and which of them exist."""
+        """Returns a mask of this program's valid rows [rows], its columns [1, columns], and a mask of valid columns."""
         row, column = self.block_of(pl.program_id(0))
         columns = (column * self.columns + jnp.arange(self.columns))[None, :]
         return row * self.rows + jnp.arange(self.rows) < self.N, columns, columns < self.V
 
     def iterate_logits(self, refs):
-        """Yields the logits of each row of hidden with its head, for `refs` of `hidden_and_head_specs`, trunk first."""
+        """Yields the logits of each entry of hidden with its head, trunk first; refs as in `hidden_and_head_specs`."""
         half = len(refs) // 2
         for states_ref, head_ref in zip(refs[:half], refs[half:], strict=True):
             for index in range(states_ref.shape[0]):
@@ -407,7 +407,7 @@ class _Tiles:
         is_column = is_column if self.V % self.columns else None
 
         def add(step, total):
-            # Load `inner` inputs of both operands, zero beyond the arrays, and accumulate in float32.
+            # Load `inner` inputs of both operands, with zeros beyond the arrays, and accumulate in float32.
             part = pl.ds(step * self.inner, self.inner)
             is_inner = step * self.inner + jnp.arange(self.inner) < self.D
             left, right = (is_inner[None, :], is_inner[:, None]) if self.D % self.inner else (None, None)
@@ -420,12 +420,12 @@ class _Tiles:
 
 
 def _traced_index(index: int) -> jax.Array:
-    """Makes an index traced: the interpreter rejects constants next to slices. The compiler folds it to a constant."""
+    """Makes a traced index, because the interpreter rejects constants next to slices; it compiles to a constant."""
     return pl.program_id(0) * 0 + index
 
 
 def _load(ref, *masks):
-    """Loads a ref, zero where a mask is false; without masks the compiler need not prove that loads are wide."""
+    """Loads a ref, with 0 where a mask is false. Without masks, the compiler need not prove that loads are wide."""
     masks = [mask for mask in masks if mask is not None]
     if not masks:
         return plt.load(ref)
@@ -433,11 +433,11 @@ def _load(ref, *masks):
 
 
 def _choose_tiles(hidden, V) -> _Tiles:
-    """Chooses blocks of logits as large as registers hold.
+    """Chooses blocks of logits as large as registers can hold.
 
-    A single product has 128 x 256 float32 sums; draft and trunk together have 128 x 128 each: about half of the
-    registers of two warp groups. Larger blocks do more operations per byte from the L2 cache. `inner` of 64 in 3 stages
-    fits the shared memory of an SM. float32 runs without tensor cores; it is for comparisons with the reference.
+    A single product has 128 x 256 float32 sums, and draft and trunk together have 128 x 128 each, which is about half
+    of the registers of two warp groups. Larger blocks do more operations per byte from the L2 cache. An `inner` of 64
+    in 3 stages fits into an SM's shared memory. float32, without tensor cores, is for comparisons with the reference.
     """
     _, N, D = hidden[0].shape
     max_sizes = (128, 256 if sum(map(len, hidden)) == 1 else 128, 64)

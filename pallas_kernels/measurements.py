@@ -36,15 +36,15 @@ def path(device_kind: str | None = None) -> pathlib.Path:
 def read(device_kind: str | None = None) -> dict[str, list]:
     """Reads the times measured on a kind of device.
 
-    A damaged file counts as empty, with a warning.
+    A damaged file is treated as empty, with a warning.
 
     Returns:
-        Op -> cells `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`.
+        Cells `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`, in a list for each op.
     """
     try:
         file = path(device_kind)
         text = file.read_text()
-    # Without a home folder or a readable file there are no measurements.
+    # Without a home folder or a readable file, there are no measurements.
     except (OSError, RuntimeError, UnicodeDecodeError):
         return {}
     try:
@@ -58,7 +58,7 @@ def read(device_kind: str | None = None) -> dict[str, list]:
 
 
 def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, float]) -> pathlib.Path:
-    """Adds one measurement for JAX's first device, or replaces the one for the same shape.
+    """Adds a measurement for JAX's first device, or replaces the measurement for the same shape.
 
     Args:
         op: Name of the op, as passed to `pallas_kernels.dispatch.choose`.

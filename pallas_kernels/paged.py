@@ -1,4 +1,4 @@
-"""Paged caches, as kernels see them: a pool of pages, and a table of each row's pages."""
+"""Paged caches in the form that kernels use, with a pool of pages and a table of each row's pages."""
 
 import functools
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.fp8 import as_stored
 
-NO_PAGE = 2**31 - 1  # in a table: reads are masked, and writes are dropped
+NO_PAGE = 2**31 - 1  # table entry whose reads are masked and whose writes are dropped
 
 
 def index_places(pool, page, place) -> tuple:
@@ -40,7 +40,7 @@ def find_entry(place_refs, cache_ref, row, place) -> tuple:
     """Finds a token's cache entry in a kernel; returns its row or page, the slot within it, and whether to store it.
 
     Args:
-        place_refs: Refs of `places` in `append_entries`, or only of `start`.
+        place_refs: Refs of `places` in `append_entries`, or only the ref of `start`.
         cache_ref: The cache or the pool.
         row: Row of the batch.
         place: Index of the token in its row.
@@ -48,7 +48,7 @@ def find_entry(place_refs, cache_ref, row, place) -> tuple:
     if len(place_refs) == 1:
         return row, plt.load(place_refs[0].at[row]) + place, True
     page, slot = (plt.load(ref.at[row, place]) for ref in place_refs)
-    # An entry whose page is outside the pool is dropped: clamp its address, and mask its store.
+    # To drop an entry whose page is outside the pool, clamp its address and mask its store.
     is_kept = page < cache_ref.shape[0]
     return jnp.minimum(page, cache_ref.shape[0] - 1), slot, is_kept
 
@@ -57,9 +57,9 @@ def gather_pages(pool, table, *, shift: int = 0, num_slots: int | None = None) -
     """Copies each row's pages into a contiguous cache.
 
     Args:
-        pool: [P, ..., size, H]: pages of `size` positions.
-        table: [B, N] int32 page of positions n * size .. (n + 1) * size - 1. An index outside the pool gives zeros:
-            attention multiplies masked entries by 0, so they must not contain a different row's NaN.
+        pool: [P, ..., size, H], P pages of `size` positions.
+        table: [B, N] int32 page of positions n * size .. (n + 1) * size - 1. An index outside the pool gives zeros,
+            because attention multiplies masked entries by 0, and they must not contain a different row's NaN.
         shift: Slot i of the cache is at position i + shift.
         num_slots: Slots to return; None: all slots in the table, N * size - shift.
 

@@ -1,4 +1,4 @@
-"""`PartialSums`: a matmul whose parts are not added yet, for the op that reads the result."""
+"""`PartialSums`, the parts of a matmul's result, which are added by the op that reads them."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from pallas_kernels.backend import triton as plt
 class PartialSums:
     """The parts of a split sum (split-K). Their sum, rounded to `dtype`, is the value.
 
-    A kernel that splits a sum over many programs writes one part each. The op that reads the product adds them while it
-    loads, which saves a separate launch.
+    A kernel that splits a sum over many programs writes one part per program. The op that reads the product adds the
+    parts while it loads them, which saves a separate launch.
 
     Attributes:
         parts: [P, ..., F], float32; a single part may have `dtype`.
@@ -33,7 +33,7 @@ class PartialSums:
         return self.parts.shape[1:]
 
     def total(self) -> jax.Array:
-        """Adds the parts in a fixed order, so that results repeat bit for bit; returns [..., F] in `dtype`."""
+        """Adds the parts in a fixed order, so that repeated runs give the same bits; returns [..., F] in `dtype`."""
         return functools.reduce(jnp.add, list(self.parts)).astype(self.dtype)
 
     def plus(self, bias: jax.Array) -> "PartialSums":
@@ -47,7 +47,7 @@ class PartialSums:
 
 
 def load_sum(ref, index, mask, dtype) -> jax.Array:
-    """Loads the parts at `ref[part, *index]` inside a kernel, zero where the mask is false, and adds them.
+    """Loads the parts at `ref[part, *index]` inside a kernel, with zeros where the mask is false, and adds them.
 
     Args:
         ref: [P, ...].

@@ -1,4 +1,4 @@
-"""Attention of many new tokens per row over the KV cache, without scores in memory (flash attention): op, kernel.
+"""Attention from many new tokens per row to the KV cache, without scores in memory (flash attention).
 
 Bottleneck: multiplications. A program keeps a block of queries and iterates over the slots that they attend to, so the
 scores `[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2,
@@ -29,15 +29,15 @@ def prefill_attention(
     The tokens are in slots start .. start + T - 1, and token t attends to the slots up to start + t. With
     `window_start` it attends only to slots from `window_start` on and to the first `sinks` slots; with `mask`, only to
     slots where the mask is true. A token that attends to nothing gets zeros. Slots after the row's tokens are not read
-    and may hold NaN. Scores and sums are float32. Not differentiable: meant for passes with a cache.
+    and may hold NaN. Scores and sums are float32. Not differentiable, because it is meant for passes with a cache.
 
     Args:
-        q: [B, K, T, G, H] floating: G query heads for each of K key heads.
+        q: [B, K, T, G, H] floating, with G query heads for each of K key heads.
         keys: [B, K, S, H] of any floating dtype, including fp8; converted to q's dtype.
-        values: [B, K, S, Hv], as `keys`; None: the first `value_width` columns of the keys, as in absorbed latent
+        values: [B, K, S, Hv], like `keys`; None: the first `value_width` columns of the keys, as in absorbed latent
             attention (DeepSeek-V2, 2405.04434).
         start: [B] int32 slot of each row's first token.
-        window_start: [B, T] int32 first slot of each token's window, rising with the token, or None for all slots.
+        window_start: [B, T] int32 first slot of each token's window, increasing with t, or None for all slots.
         mask: [B, T, S] bool, such as the selection of a sparse indexer, or None.
         scale: Factor that multiplies the scores.
         sinks: Number of slots at the start that stay visible outside the window.
@@ -93,7 +93,7 @@ def prefill_attention_reference(
 
 
 def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> blocks.Tiles:
-    """Chooses the largest tiles that spill no registers; they were found by compiling for sm_90 and gfx942."""
+    """Chooses the largest tiles that do not spill registers, which were found by compiling for sm_90 and gfx942."""
     is_cuda = platform == "cuda"
     if itemsize == 4:
         return blocks.Tiles(16, 16, 4, 2)
@@ -107,18 +107,18 @@ def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> 
 def _run_kernel(
     q, keys, values, start, window_start, mask, *, scale, sinks, value_width, interpret, platform
 ) -> jax.Array:
-    """Runs the kernel over [row blocks, K, B]; blocks of late queries, which attend to most slots, start first."""
+    """Runs the kernel over [row blocks, K, B]; blocks of late queries, which attend to the most slots, start first."""
     B, K, T, G, H = q.shape
     S, R = keys.shape[2], T * G
     is_latent = values is None
     width = value_width if is_latent else values.shape[3]
     tiles = _choose_tiles(width, is_latent, q.dtype.itemsize, platform)
-    # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns and the
-    # rest.
+    # Triton arrays have power-of-two sizes, so columns are cut into slices. A latent's keys are cut into value columns
+    # and the rest.
     value_slices = blocks.column_slices(width)
     key_slices = blocks.column_slices(*((width,) if is_latent else ()), H)
     num_blocks = pl.cdiv(R, tiles.rows)
-    # Block widths. They exceed the array if its last slice is padded; masks cover the excess.
+    # A block is wider than the array if the array's last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(begin + padded for begin, _, padded in slices)
         for slices in (value_slices, key_slices, *([] if is_latent else [value_slices]))
@@ -126,7 +126,7 @@ def _run_kernel(
     # Late queries attend to the most slots, so their blocks start first and the short ones run last.
     block_of = lambda i: num_blocks - 1 - i
     caches = [keys] if is_latent else [keys, values]
-    # Windows and the mask, as bytes, are optional inputs.
+    # The windows and the mask (as bytes) are optional inputs.
     options = [] if window_start is None else [window_start.astype(jnp.int32)]
     options += [] if mask is None else [mask.astype(jnp.int8)]
     is_integer_fp8 = is_converted_by_integers(keys.dtype, platform)
@@ -165,7 +165,7 @@ def _run_kernel(
 
 
 def _prefill_attention_kernel(start_ref, *refs, program, group_size, num_rows, has_window, has_mask, sinks):
-    """Attends from one block of query rows (token t, head g, numbered t * G + g) to all their visible slots."""
+    """Attends from one block of query rows (row t * G + g for token t and head g) to all their visible slots."""
     refs, tiles = list(refs), program.tiles
     window_ref = refs.pop(0) if has_window else None
     mask_ref = refs.pop(0) if has_mask else None
@@ -180,8 +180,8 @@ def _prefill_attention_kernel(start_ref, *refs, program, group_size, num_rows, h
     # Load the queries once, in their own dtype.
     q = [blocks.load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in program.key_slices]
 
-    # The blocks of slots that at least one query attends to: the sinks' blocks, then the blocks from the first window
-    # to the last query.
+    # Find the blocks of slots that at least one query attends to, which are the sinks' blocks, then the blocks from the
+    # first window to the last query.
     end_slot = jnp.minimum(jnp.max(last_slot, axis=0) + 1, num_slots)
     window_start = None
     num_sink_blocks, first_block = 0, 0
@@ -193,7 +193,7 @@ def _prefill_attention_kernel(start_ref, *refs, program, group_size, num_rows, h
     num_blocks = num_sink_blocks + jnp.maximum(pl.cdiv(end_slot, tiles.slots) - first_block, 0)
 
     def find_slots(index):
-        # Blocks `num_sink_blocks` and up continue at the first block of the window.
+        # After the sinks' blocks, continue at the first block of the window.
         begin = index * tiles.slots
         if window_ref is not None:
             begin = jnp.where(index < num_sink_blocks, index, index - num_sink_blocks + first_block) * tiles.slots

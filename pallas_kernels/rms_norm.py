@@ -1,7 +1,7 @@
-"""Root mean square normalisation: op, kernel and reference.
+"""Op, kernel and reference for root mean square normalisation.
 
 Bottleneck: memory bandwidth. The kernel reads each element of x once and writes it once; the arithmetic is a few
-operations per element. This is the smallest kernel in the package: copy it as a starting point for a new kernel.
+operations per element. This is the smallest kernel in the package, so copy it as a starting point for a new kernel.
 """
 
 import functools
@@ -42,7 +42,7 @@ def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -
 
 
 def rms_norm_reference(x, scale, *, eps=1e-6, zero_centred=False):
-    """Computes `rms_norm` in plain JAX, which defines its meaning: x [..., D], scale [D] -> [..., D]."""
+    """Computes `rms_norm` of x [..., D] with scale [D] in plain JAX, which defines its meaning."""
     x32 = x.astype(jnp.float32)
     scale32 = scale.astype(jnp.float32) + (1.0 if zero_centred else 0.0)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -51,14 +51,14 @@ def rms_norm_reference(x, scale, *, eps=1e-6, zero_centred=False):
 
 @differentiated_by(rms_norm_reference, 2)
 def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
-    """Runs the kernel over x as rows [R, D]: each program normalises one block of whole rows."""
+    """Runs the kernel over x as rows [R, D]; each program normalises one block of whole rows."""
     num_rows, width = x.size // x.shape[-1], x.shape[-1]
     # Triton arrays have power-of-two sizes, so a row is padded and its padding masked.
     padded = pl.next_power_of_2(width)
     # A block holds about 4096 elements, or one longer row. Its size depends only on the width, so a row gets the same
     # bits with any number of other rows.
     block = max(1, 4096 // padded)
-    # Grid: one program per block of rows. Programs share only the scale.
+    # The grid has one program per block of rows. Programs share only the scale.
     block_of_rows = pl.BlockSpec((block, padded), lambda i: (i, 0))
     grid = (pl.cdiv(num_rows, block),)
     out = pl.pallas_call(
@@ -80,16 +80,16 @@ def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
 
 
 def _rms_norm_kernel(x_ref, scale_ref, out_ref, *, num_rows, width, eps, zero_centred):
-    """Normalises one block of rows: x_ref and out_ref [block, padded], scale_ref [padded]."""
+    """Normalises one block of rows; x_ref and out_ref are [block, padded], scale_ref is [padded]."""
     block, padded = x_ref.shape
-    # Masks: the last block may reach beyond the rows, and every row beyond its width. Masked elements load as zero, so
-    # they add nothing to the sum of squares, and are not stored.
+    # Use masks, because the last block may extend beyond the rows, and every row beyond its width. Masked elements load
+    # as zero, so they add nothing to the sum of squares, and are not stored.
     column = jnp.arange(padded)
     row = pl.program_id(0) * block + jnp.arange(block)
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     x = plt.load(x_ref, mask=mask, other=0.0).astype(jnp.float32)
     scale = plt.load(scale_ref, mask=column < width, other=0.0).astype(jnp.float32) + (1.0 if zero_centred else 0.0)
-    # One pass: each element is loaded once and stays in registers between the sum and the product. The mean divides by
-    # the true width, not by the padded one.
+    # A single pass loads each element once and keeps it in registers between the sum and the product. The mean divides
+    # by the true width, not by the padded width.
     inverse = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / width + eps)
     plt.store(out_ref, (x * inverse * scale[None, :]).astype(out_ref.dtype), mask=mask)

@@ -13,8 +13,8 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bo
         interleaved: pairs are channels (2j, 2j+1). False: channels (j, j+P).
 
     Returns:
-        `[B, T, N, H]`. Interleaved pairs come out as halves, as in transformers; this does not change products of two
-        rotated vectors.
+        `[B, T, N, H]`. Interleaved pairs are returned as halves, as in transformers; this does not change products of
+        two rotated vectors.
     """
     cos, sin = (table[:, :, None, :] for table in angles)
     turned, passed = jnp.split(x, [2 * cos.shape[-1]], axis=-1)

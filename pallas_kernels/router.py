@@ -1,8 +1,8 @@
-"""Routes tokens to experts, that is, computes the router logits and chooses the best experts: op, kernel, reference.
+"""An op that computes router logits and chooses the best experts for each token, with its kernel and reference.
 
-Bottleneck: the launches, because decoding has few rows. Two kernels replace eleven. The first computes the product,
-split over the processors because reading the router with only one would take longer than all these launches. The second
-chooses the experts, with one program per token.
+Bottleneck: the launches, because decoding has few rows. Two kernels replace eleven. The first computes the product and
+splits it over the processors, because reading the router with only one processor would take longer than all these
+launches. The second chooses the experts, with one program per token.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from pallas_kernels.top_k import top_k
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
+    """The rule by which tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
 
     Attributes:
         k: Experts per token.
-        scoring: "sigmoid" or "softmax", the function from logits to scores.
-        num_groups: Groups of consecutive experts; 1: no groups.
-        num_kept_groups: Groups that a token may choose from: those with the largest sum of their two best scores.
+        scoring: "sigmoid" or "softmax", the function that maps logits to scores.
+        num_groups: Number of groups of consecutive experts; 1: no groups.
+        num_kept_groups: Number of groups that a token may choose from, ranked by the sum of their two best scores.
         normalises: Whether to divide the weights by their sum.
         factor: Factor that multiplies the weights.
     """
@@ -45,18 +45,18 @@ class Routing:
 def route_tokens(
     x, router, bias, routing: Routing, *, is_used=None, implementation="auto"
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses the experts of each token and their weights.
+    """Chooses experts and their weights for each token.
 
-    Logits are float32, because their last bits decide between experts. Scores plus bias select first the groups, then
-    the experts within them; ties go to the lowest index. The weights are the scores without bias. Only "xla" is
-    differentiable, through the weights.
+    Logits are float32, because their last bits decide between experts. The scores plus the bias first select the
+    groups, then the experts within them; ties go to the lowest index. The weights are the scores without the bias. Only
+    "xla" is differentiable, through the weights.
 
     Args:
         x: [n, D] floating.
         router: [D, E] floating.
         bias: [E] floating, or None.
         is_used: [n] bool; unused tokens are not routed and get ids of E. None: all tokens are used.
-        implementation: As for every op. More than 64 rows always run "xla".
+        implementation: As for every op. With more than 64 rows, "xla" always runs.
 
     Returns:
         Ids [n, k] int32 and weights [n, k] float32 of the chosen experts.
@@ -81,7 +81,7 @@ def route_tokens(
 
 
 def make_case(shape: Shape) -> Case:
-    # The shape only says whether there are groups: use four groups if four divides the number of experts.
+    # The shape only says whether there are groups, so use four groups if four divides the number of experts.
     groups = 4 if shape["scoring"].endswith("in groups") and shape["experts"] % 4 == 0 else 1
     scoring = shape["scoring"].split()[0]
     routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)
@@ -109,7 +109,7 @@ def difference_from_reference(implementation: str, *, dtype, routing: Routing, h
 
 
 def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """Chooses experts by logits [n, E] float32 in plain JAX, which defines the meaning of `route_tokens`."""
+    """Chooses experts from float32 logits [n, E] in plain JAX, which defines the meaning of `route_tokens`."""
     n, E = logits.shape
     scores = jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = scores if bias is None else scores + bias[None, :].astype(jnp.float32)
@@ -120,7 +120,7 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
         _, kept = top_k(best_two, routing.num_kept_groups)
         is_kept = jax.nn.one_hot(kept, routing.num_groups).sum(axis=1) > 0
         choice = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(n, E)
-    # Choose the experts; weigh them by their scores without bias.
+    # Choose the experts, and weight them by their scores without bias.
     _, ids = top_k(choice, routing.k)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if routing.normalises:
@@ -131,10 +131,10 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
 def _select_experts_triton(logits: PartialSums, bias, is_used, routing, interpret):
     """Runs one program for each token."""
     n, E = logits.shape
-    # Triton arrays have power-of-two sizes, so groups and the experts of a group are padded.
+    # Triton arrays have power-of-two sizes, so the groups and the experts in each group are padded.
     groups = pl.next_power_of_2(routing.num_groups)
     per_group = pl.next_power_of_2(E // routing.num_groups)
-    # Use integers, which have the same size in memory as in a register.
+    # Convert the mask to integers, which have the same size in memory as in a register.
     optional = {"bias": bias, "is_used": None if is_used is None else is_used.astype(jnp.int32)}
     optional = {name: array for name, array in optional.items() if array is not None}
     return tuple(
@@ -164,18 +164,18 @@ def _select_experts_triton(logits: PartialSums, bias, is_used, routing, interpre
 
 
 def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
-    """Chooses the experts of one token; scores are [groups, experts of a group], padded to powers of two."""
+    """Chooses the experts for one token; scores are [groups, experts per group], padded to powers of two."""
     *optional_refs, ids_ref, weights_ref = refs
     optional = dict(zip(names, optional_refs, strict=True))
     token = pl.program_id(0)
     per_group = num_experts // routing.num_groups
-    # Expert index of each position; padding gets indices after all experts.
+    # Compute the expert index of each position; padding gets indices after all experts.
     group, member = jnp.arange(tile[0]), jnp.arange(tile[1])
     is_expert = (group < routing.num_groups)[:, None] & (member < per_group)[None, :]
     expert = jnp.where(is_expert, group[:, None] * per_group + member[None, :], num_experts)
     lowest = -jnp.inf
 
-    # Scores of the logits, whose parts are added first.
+    # Add the parts of the logits, and compute the scores.
     logits = load_sum(parts_ref, (token, expert), is_expert, jnp.float32)
     if routing.scoring == "sigmoid":
         scores = jax.nn.sigmoid(logits)

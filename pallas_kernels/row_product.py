@@ -14,8 +14,8 @@ def row_times_matrix(row: jax.Array, matrix: jax.Array) -> jax.Array:
     single row may write all elementwise products to memory.
     """
     K = len(row)
-    # Up to 16 partial sums, so that a narrow matrix gives a GPU enough blocks. The barrier keeps XLA from merging the
-    # two sums into one.
+    # Use up to 16 partial sums, so that a narrow matrix gives a GPU enough blocks. The barrier keeps XLA from merging
+    # the two sums into one.
     parts = math.gcd(K, 16)
     products = row.astype(jnp.float32)[:, None] * matrix.astype(jnp.float32)
     return jax.lax.optimization_barrier(products.reshape(parts, K // parts, -1).sum(axis=1)).sum(axis=0)

@@ -9,11 +9,11 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
     Returns values and int32 indices, each [..., k].
 
-    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead; among equal values
-    the lower index comes first.
+    XLA sorts the whole row on a CPU. For small `k`, this function instead finds the largest values one by one; among
+    equal values, the lower index comes first.
     """
     values = jax.lax.stop_gradient(values)
-    # For k = 1, for large k and for small arrays a sort is as fast.
+    # For k = 1, for large k and for small arrays, a sort is as fast.
     if not 1 < k <= min(128, values.size // 16):
         largest, indices = jax.lax.top_k(values, k)
         return largest, indices
@@ -22,9 +22,9 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
 
         # Use a scan, because its inputs are in memory. Otherwise XLA may fuse the computation of `values` into both the
-        # maximum and the comparison with it; rounded differently there, the maximum would equal no element.
+        # maximum and the comparison with it; if the two round differently, the maximum equals no element.
         def find_largest(is_left, _):
-            # The maximum of the remaining elements, its first index, and a mask without that element.
+            # Find the maximum of the remaining elements and its first index, and exclude that element from the mask.
             value = jnp.max(values, axis=-1, keepdims=True, initial=-jnp.inf, where=is_left)
             is_best = is_left & (values == value)
             position = jnp.min(jnp.where(is_best, index, values.shape[-1] - 1), axis=-1, keepdims=True)

@@ -1,7 +1,7 @@
-"""Attention of a few queries per row over a long, ragged KV cache (flash decoding): op, kernel, reference.
+"""Attention from a few queries per row to a long, ragged KV cache (flash decoding), with a kernel and a reference.
 
-Bottleneck: reading the cache, each byte once. In latent attention (MLA) all heads share each slot, so with many heads
-the bottleneck is multiplications.
+Bottleneck: reading the cache once. In latent attention (MLA), all heads share each slot, so with many heads the
+bottleneck is multiplications.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from pallas_kernels.fp8 import is_converted_by_integers
 from pallas_kernels.paged import gather_pages
 
 MAX_QUERY_TOKENS = 16  # tokens per row that the kernel supports
-MAX_DRAFT_SLOTS = 64  # slots after the committed ones: two 32-bit words of the ancestor mask
+MAX_DRAFT_SLOTS = 64  # slots after the committed slots; their ancestor mask fits into two 32-bit words
 MIN_PAGE = 16  # minimum positions per page; a block of slots is within one page
 
 
@@ -46,35 +46,35 @@ def verify_attention(
     """Computes softmax attention of T tokens per row against the row's KV cache.
 
     The committed tokens are in slots 0 .. num_committed - 1. Each token attends to all of them, or with `window_start`
-    (a sliding window) to the slots from `window_start` on and the first `sinks` slots. After the committed tokens it
-    attends to the slots that its ancestor mask selects: a lower triangle for a chain, the ancestors in a draft tree. A
+    (a sliding window) to the slots from `window_start` on and the first `sinks` slots. After the committed tokens, it
+    attends to the slots that its ancestor mask selects (a lower triangle for a chain, ancestors in a draft tree). A
     token that attends to nothing gets zeros. Slots that no token of the row attends to are not read and may hold NaN.
 
-    Scores and sums are float32. In the kernel the order of sums, and so the last bits, depends on B, T and S, because
-    they determine how many shares the slots are split into. On ROCm a NaN that a float8_e4m3fn cache stores in a
-    visible slot counts as 480 (`pallas_kernels.fp8`).
+    Scores and sums are float32. In the kernel, the order of sums and so the last bits depend on B, T and S, which
+    determine how many shares the slots are split into. On ROCm, NaN in a visible slot of a float8_e4m3fn cache counts
+    as 480 (`pallas_kernels.fp8`).
 
     Args:
-        q: [B, K, T, G, H] floating: G query heads for each of K key heads.
+        q: [B, K, T, G, H] floating, with G query heads for each of K key heads.
         keys: [B, K, S, H] of any floating dtype, including fp8; converted to q's dtype.
-        values: [B, K, S, Hv], as `keys`; None: the first `value_width` columns of the keys, as in absorbed latent
+        values: [B, K, S, Hv], like `keys`; None: the first `value_width` columns of the keys, as in absorbed latent
             attention (DeepSeek-V2, 2405.04434).
         num_committed: [B] int32 number of committed slots.
         ancestor_mask: [B, T, X] bool: token t attends to slot num_committed + x.
         window_start: [B, T] int32 first slot of each token's window, or None for all slots.
-        page_table: [B, N] int32, for a paged cache: keys [P, K, size, H] and values [P, K, size, Hv]. With p = s +
-            page_shift, slot s of a row is at offset p % size of page `page_table[row, p // size]`. None: the cache is
+        page_table: [B, N] int32 for a paged cache with keys [P, K, size, H] and values [P, K, size, Hv]. With p = s +
+            page_shift, slot s of a row is at offset p % size in page `page_table[row, p // size]`. None: the cache is
             contiguous.
         scale: Factor that multiplies the scores.
         sinks: Number of slots at the start that stay visible outside the window.
         value_width: Hv if `values` is None.
-        value_up: [G, Hv, V] in q's dtype with K = 1: a matrix per head, which multiplies the head's output, as in
-            absorbed latent attention. For up to 64 tokens in the batch the kernel applies it while it combines the
+        value_up: [G, Hv, V] in q's dtype, one matrix per head that multiplies the head's output, as in absorbed latent
+            attention; requires K = 1. For up to 64 tokens in the batch, the kernel applies it while it combines the
             shares. None: no matrix.
         page_shift: Positions before slot 0 in a paged cache.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 16 tokens or 64
-            slots after the text always run the reference.
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. With more than 16 tokens, or
+            more than 64 slots after the text, the reference always runs.
 
     Returns:
         [B, K, T, G, Hv] in q's dtype, or [B, 1, T, G, V] with `value_up`.
@@ -103,7 +103,7 @@ def verify_attention(
     settings = {"scale": scale, "sinks": sinks, "value_width": value_width, "page_shift": page_shift}
     if chosen == "xla" or q.size == 0:
         return verify_attention_reference(*operands, **settings, value_up=value_up)
-    # The kernel, with the tiles of the platform that the computation is lowered for.
+    # Run the kernel with the tiles for the platform that the computation is lowered for.
     caches, interpret = (keys,) if values is None else (keys, values), chosen == "interpreted"
     run = functools.partial(_run_kernel, **settings, interpret=interpret)
     return call_by_platform(run, q, caches, *operands[3:], value_up, interpret=interpret)
@@ -114,7 +114,7 @@ def choose_implementation(
 ) -> str:
     """Returns the implementation that `verify_attention` runs for arrays of these shapes.
 
-    `pages_per_row` is N of `page_table`; None: contiguous.
+    `pages_per_row` is N of `page_table`, or None for a contiguous cache.
     """
     fits_kernel = q.shape[2] <= MAX_QUERY_TOKENS and ancestor_mask.shape[2] <= MAX_DRAFT_SLOTS
     reason = None
@@ -135,7 +135,7 @@ def choose_implementation(
 
 
 def make_case(shape: Shape) -> Case:
-    # Count a head's queries as tokens, up to the kernel's maximum: the cost depends on their product.
+    # Count a key head's queries as tokens, up to the kernel's maximum, because the cost depends only on T * G.
     tokens = next(t for t in range(MAX_QUERY_TOKENS, 0, -1) if shape["queries"] % t == 0)
     q, *caches, start, window = random_attention(random_keys(), shape, tokens)
     B, K, T, _, H = q.shape
@@ -143,7 +143,7 @@ def make_case(shape: Shape) -> Case:
     run = functools.partial(verify_attention, scale=H**-0.5)
     if shape["layout"] == "rows":
         return run, (q, *caches, start, mask, window)
-    # Pages of the smallest size, in an order that differs from the order of the rows.
+    # Use pages of the smallest size, in an order that differs from the order of the rows.
     num_pages = shape["slots"] // MIN_PAGE
     pools = [cache.reshape(B, K, num_pages, MIN_PAGE, H).swapaxes(1, 2) for cache in caches]
     pools = [pool.reshape(B * num_pages, K, MIN_PAGE, H) for pool in pools]
@@ -172,11 +172,11 @@ def verify_attention_reference(
         values = None if values is None else gather_pages(values, page_table, shift=page_shift)
     values = keys[..., :value_width] if values is None else values
     slot = jnp.arange(keys.shape[2])[None, None, :]
-    # The mask [B, T, S]: the committed slots, within the window or among the sinks ...
+    # The mask [B, T, S] selects the committed slots, within the window or among the sinks ...
     is_committed = slot < num_committed[:, None, None]
     if window_start is not None:
         is_committed &= (slot >= window_start[:, :, None]) | (slot < sinks)
-    # ... and after them the slots of the ancestor mask, indexed from `num_committed`.
+    # ... and, after them, the slots of the ancestor mask, which are indexed from `num_committed`.
     draft_slot = jnp.broadcast_to(slot - num_committed[:, None, None], is_committed.shape)
     num_draft_slots = ancestor_mask.shape[2]
     is_draft = (
@@ -190,10 +190,10 @@ def verify_attention_reference(
 
 
 def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: str) -> blocks.Tiles:
-    """Chooses the largest tiles that spill no registers; they were found by compiling for sm_90 and gfx942.
+    """Chooses the largest tiles that do not spill registers, which were found by compiling for sm_90 and gfx942.
 
-    On sm_90 two or three stages of loads are in flight, 32 KB or more per program. On gfx942 q stays in registers, and
-    its 64 KB of shared memory hold one stage. On sm_90 float32 runs without tensor cores, which is exact but slow.
+    On sm_90, two or three stages of loads are in flight, 32 KB or more per program. On gfx942, q stays in registers,
+    and the 64 KB of shared memory hold one stage. float32 on sm_90 runs without tensor cores, which is exact but slow.
 
     Args:
         num_rows: Query rows per key head, T * G.
@@ -211,7 +211,7 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
         )
     if not is_cuda:
         return blocks.Tiles(min(rows, 32), 16, 4, 2)
-    # The float32 outputs of this many rows and columns exceed the registers: split the columns between two programs.
+    # The float32 outputs of this many rows and columns exceed the registers, so split the columns over two programs.
     if rows * width > 2**14 and width % 32 == 0:
         return blocks.Tiles(rows, 32, max(4, rows // 16), 2, is_column_split=True)
     return blocks.Tiles(rows, 32, 8, 3)
@@ -235,34 +235,34 @@ def _run_kernel(
 ):
     """Runs the kernel over [row blocks, splits, K, B] and combines the splits.
 
-    A program takes a block of a key head's T * G query rows, and one of `num_splits` equal shares of the slots that the
-    row attends to. So programs of a short row do little work and read no other slots. The row blocks of one share are
-    neighbours in the grid: they run at the same time, and all but the first find the share in the L2 cache.
+    A program processes a block of a key head's T * G query rows, for one of `num_splits` equal shares of the slots that
+    the row attends to. Programs for a short row therefore do little work and read no other slots. The row blocks of one
+    share are neighbours in the grid, so they run at the same time, and all but the first find the share in L2.
     """
     B, K, T, G, H = q.shape
     S, R = caches[0].shape[2], T * G
     page_size = S
     if page_table is not None:
-        # From here on a slot is a position: the first `page_shift` positions are in no window and are no sinks.
+        # From here on, slots are positions. The first `page_shift` positions are outside all windows and are not sinks.
         S *= page_table.shape[1]
         num_committed = num_committed + page_shift
         window_start = None if window_start is None else window_start + page_shift
     is_latent = len(caches) == 1
     width = value_width if is_latent else caches[1].shape[3]
-    # Within `batch_invariant` the tile has the rows of one token, so that it does not depend on the depth of drafts.
+    # Inside `batch_invariant`, a tile has the rows of one token, so that it does not depend on the depth of drafts.
     is_invariant = is_batch_invariant()
     tiles = _choose_tiles(G if is_invariant else R, width, is_latent, q.dtype.itemsize, platform)
     if page_table is not None:
         tiles = dataclasses.replace(tiles, slots=min(tiles.slots, page_size))
     num_parts = 2 if tiles.is_column_split else 1
     num_row_blocks = pl.cdiv(R, tiles.rows) * num_parts
-    # Splits: enough programs for the processors, each of which holds at least eight warps of these kernels. A share has
+    # Make enough splits to fill the processors, which can each hold at least eight warps of these kernels. A share has
     # at least 256 slots, or 512 with more rows, because each program's sums are written and read again. It has at most
     # 4096 slots, so that one long row does not dominate the time.
     num_splits = pl.cdiv(num_processors() * 8 // tiles.num_warps, B * K * num_row_blocks)
     num_splits = max(min(num_splits, pl.cdiv(S, 256 if tiles.rows == 16 else 512)), pl.cdiv(S, 4096))
     num_splits = pl.cdiv(S, SHARE_SLOTS) if is_invariant else num_splits
-    # On ROCm the programs of one share run on one die, if there are several.
+    # On ROCm, if a share has several programs, they run on one die.
     grid = (num_row_blocks, num_splits, K, B)
     has_shared_slots = platform == "rocm" and num_row_blocks > 1
     place = functools.partial(die_order, grid=grid, is_reordered=has_shared_slots)
@@ -274,12 +274,12 @@ def _run_kernel(
     value_slices = blocks.column_slices(columns_per_part)
     key_ends = range(columns_per_part, width + 1, columns_per_part) if is_latent else ()
     key_slices = blocks.column_slices(*key_ends, H)
-    # Block widths. They exceed the array if its last slice is padded; masks cover the excess.
+    # A block is wider than the array if the array's last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(start + padded for start, _, padded in slices)
         for slices in (blocks.column_slices(width), key_slices, *([] if is_latent else [value_slices]))
     ]
-    # Bytes for the cost estimate: the cache once per row block, the partial results, and small operands from L2.
+    # The cost estimate counts the cache once per row block, the partial results, and small operands from L2.
     bytes_moved = num_row_blocks * B * S * sum(cache.nbytes // (cache.shape[0] * cache.shape[2]) for cache in caches)
     bytes_moved += 4 * B * K * num_splits * R * (width + num_parts)
     repeated_loads = (
@@ -373,15 +373,15 @@ def _pack_masks(num_committed, ancestor_mask, window_start, num_slots) -> tuple[
     Bit x of the two mask words is set if slot num_committed + x is visible to the token, or to any token of the row.
 
     Returns:
-        Per row `[B, 4]`: num_committed, first slot of any token's window, two mask words. Per token `[B, T, 3]`:
-        window_start, two mask words.
+        A row table `[B, 4]` with num_committed, the first slot of any token's window and two mask words, and a token
+        table `[B, T, 3]` with window_start and two mask words.
     """
     B, T, X = ancestor_mask.shape
     window_start = jnp.zeros((B, T), jnp.int32) if window_start is None else window_start.astype(jnp.int32)
     # Clear slots beyond the capacity here, so that the kernel need not check for them.
     num_committed = jnp.minimum(num_committed, num_slots).astype(jnp.int32)
     ancestor_mask = ancestor_mask & (num_committed[:, None] + jnp.arange(X)[None, :] < num_slots)[:, None]
-    # Append the row's own mask, the union of its tokens', and pack 32 slots into a word.
+    # Append the row's own mask, which is the union of its tokens' masks, and pack 32 slots into a word.
     ancestor_mask = jnp.concatenate([ancestor_mask, ancestor_mask.any(axis=1, keepdims=True)], axis=1)
     bits = jnp.pad(ancestor_mask, ((0, 0), (0, 0), (0, MAX_DRAFT_SLOTS - X))).reshape(B, T + 1, 2, 32)
     words = jnp.left_shift(bits.astype(jnp.int32), jnp.arange(32)[None, None, None, :]).sum(axis=-1)
@@ -412,16 +412,16 @@ def _verify_attention_kernel(
     *cache_refs, output_ref, log_sum_ref = refs
     tiles, key_slices, value_slices = program.tiles, program.key_slices, program.value_slices
     table_ref = cache_refs.pop(0) if is_paged else None
-    # The row's table, and per query row (token t, head g, numbered t * G + g) the table of its token.
+    # Read the row's table and, for each query row (t * G + g for token t and head g), its token's table.
     num_committed, first_visible, *row_words = [row_ref[index] for index in range(4)]
     block, split, *_ = place(*(pl.program_id(axis) for axis in range(4)))
     row = block // (2 if tiles.is_column_split else 1) * tiles.rows + jnp.arange(tiles.rows)
     is_row = row < num_rows if num_rows % tiles.rows else None
     token = jnp.minimum(row, num_rows - 1) // group_size
     window_start, *token_words = [token_ref[token, index] for index in range(3)]
-    # With halves, swap the slices so that this program's half of the value columns comes first. Scores need all slices
-    # in any order; outputs use the first ones. The code adds offsets, because after a remainder (`%`) the compiler
-    # cannot prove that loads are wide.
+    # If the columns are split, swap the slices so that this program's half of the value columns comes first. Scores
+    # need all slices, in any order; outputs use the first slices. The code adds offsets, because after a remainder
+    # (`%`) the compiler cannot prove that loads are wide.
     if tiles.is_column_split:
         half = width // 2
         own_half = block % 2 * half
@@ -430,8 +430,8 @@ def _verify_attention_kernel(
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
     q = [blocks.load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
-    # The row's blocks of slots: the sinks' blocks, then the blocks from the first slot that a token attends to. This
-    # program takes an equal share of them.
+    # The row's blocks of slots are the sinks' blocks, then the blocks from the first slot that a token attends to. This
+    # program processes an equal share of them.
     num_sink_blocks = pl.cdiv(sinks, tiles.slots)
     first_window_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
     end_slot = jnp.minimum(num_committed + num_draft_slots, num_slots)
@@ -450,7 +450,7 @@ def _verify_attention_kernel(
         end_block = jnp.minimum(begin_block + blocks_per_split, num_blocks)
 
     def is_visible(slot, window_start, words):
-        """Returns whether slots are visible: committed and inside the window, or set in the mask."""
+        """Returns whether slots are visible, that is, committed and inside the window, or set in the mask."""
         draft_slot = slot - num_committed
         word = words[0] if num_draft_slots <= 32 else jnp.where(draft_slot < 32, *words)
         bit = jax.lax.shift_right_logical(*jnp.broadcast_arrays(word, draft_slot & 31)) & 1
@@ -462,7 +462,7 @@ def _verify_attention_kernel(
         return is_committed | ((draft_slot >= 0) & (draft_slot < num_draft_slots) & (bit == 1))
 
     def find_slots(index):
-        # Blocks `num_sink_blocks` and up continue at the window's first block.
+        # After the sinks' blocks, continue at the window's first block.
         start = jnp.where(index < num_sink_blocks, index, index - num_sink_blocks + first_window_block) * tiles.slots
         slot = start + jnp.arange(tiles.slots)
         # Load only slots that some token of the row attends to.
@@ -470,7 +470,7 @@ def _verify_attention_kernel(
         mask = is_visible(slot[None, :], window_start[:, None], [word[:, None] for word in token_words])
         slots = pl.ds(start, tiles.slots)
         if table_ref is not None:
-            # The block lies within one page. Pages outside the row's table are not loaded.
+            # The block is within one page. Pages outside the row's table are not loaded.
             num_pages, page_size, _ = cache_refs[0].shape
             page = jnp.minimum(table_ref[start // page_size], num_pages - 1)
             slots = page, pl.ds(start % page_size, tiles.slots)

@@ -1,7 +1,7 @@
 """Writes the command-line reference from the parsers of `mtpjax`, when Sphinx reads the page.
 
-The line `<!-- commands -->` in a page becomes one section per command, with an entry per flag. Nothing is copied by
-hand, so the page cannot differ from `mtpjax COMMAND --help`. The parsers are made without importing JAX.
+The line `<!-- commands -->` in a page becomes one section per command, with an entry per flag. No text is copied by
+hand, so the page always agrees with `mtpjax COMMAND --help`. The parsers are made without importing JAX.
 """
 
 import argparse

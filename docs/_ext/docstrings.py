@@ -11,11 +11,11 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-FEW_FIELDS = 8  # classes with at most so many fields keep their whole signature
+FEW_FIELDS = 8  # classes with at most this many fields keep their whole signature
 
 
 def shorten(app: Sphinx, kind: str, name: str, target: Any, options: Any, signature: str | None, returns: str | None):
-    """Leaves only the required fields of a dataclass with many fields, and hides what Flax adds to a module's."""
+    """Keeps only the required fields in a large dataclass's signature, and hides what Flax adds to a module's."""
     if kind == "class" and signature:
         signature = re.sub(r", parent=<flax[^>]*>, name=None", "", signature)
     if kind != "class" or not dataclasses.is_dataclass(target) or len(dataclasses.fields(target)) <= FEW_FIELDS:
@@ -46,7 +46,7 @@ def add_defaults(app: Sphinx, kind: str, name: str, target: Any, options: Any, l
 
 
 def separate_code(app: Sphinx, kind: str, name: str, target: Any, options: Any, lines: list[str]) -> None:
-    """Lets code between backticks touch letters and digits, as in `row`s and 0..`K`; reST wants an escape there."""
+    """Lets code between backticks touch letters and digits, as in `row`s and 0..`K`; reST requires an escape there."""
     text = "\n".join(lines)  # code may begin on one line and end on the next
 
     def separated(match: re.Match) -> str:

@@ -1,13 +1,13 @@
-# An image of mtpjax for NVIDIA GPUs. In the clone:
+# An mtpjax image for NVIDIA GPUs. Run in the clone:
 #
 #   docker build -f docs/docker/cuda.Dockerfile -t mtpjax:cuda .
 #   docker run --rm --gpus all mtpjax:cuda generate --model org/name --prompt "Hello"
 #
-# The wheels of JAX bring the CUDA 13 libraries; the host has the driver and the NVIDIA Container Toolkit.
+# JAX's wheels include the CUDA 13 libraries; the host must have the driver and the NVIDIA Container Toolkit.
 #
-# Tried on 2026-11-27, without Docker and without a GPU: the files of COPY in an empty folder, and the command of RUN in
-# a new virtual environment of Python 3.11 (4.9 GB), in which `import jax` then finds only the CPU.
-# Not tried: docker build and docker run, so neither the base image, nor the user, nor a GPU inside a container.
+# Tested on 2026-11-27 without Docker and without a GPU: the files of COPY were put into an empty folder, and the first RUN
+# command ran in a new virtual environment with Python 3.11 (4.9 GB), in which `import jax` then finds only the CPU.
+# Not tested: docker build, docker run, the base image, the user, and a GPU inside a container.
 FROM python:3.11-slim
 
 WORKDIR /src
@@ -17,7 +17,7 @@ COPY pallas_kernels pallas_kernels
 COPY conversion conversion
 RUN pip install --no-cache-dir ".[cuda13,serve,train,gguf]"
 
-# Runs, models and the cache of compiled programs belong to a user without rights of root.
+# Runs, models and the cache of compiled programs belong to a user without root privileges.
 RUN useradd --create-home --home-dir /data mtpjax
 USER mtpjax
 WORKDIR /data

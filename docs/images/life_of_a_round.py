@@ -1,6 +1,6 @@
 """Draws the pictures of docs/design.md: one round with a chain of drafts, and a draft tree.
 
-python docs/images/life_of_a_round.py writes life_of_a_round.svg and draft_tree.svg beside this file.
+python docs/images/life_of_a_round.py writes life_of_a_round.svg and draft_tree.svg next to this file.
 """
 
 import pathlib
@@ -126,7 +126,7 @@ def draw_round() -> plt.Figure:
     strip(axes, 1.1, "module KV cache", {**fill(range(5), "committed"), **fill(range(5, 7), "rejected", "stale")})
     strip(axes, 0.2, "hidden states", fill(range(5, 8), "committed", "h{}"))
 
-    # What the colours mean.
+    # The meaning of the colours.
     legend = [
         ("committed", "committed"),
         ("pending", "pending"),

@@ -1,10 +1,10 @@
-"""Times reading and converting checkpoints compared with `cat`, and measures the memory that this takes.
+"""Times reading and converting checkpoints, compared with `cat`, and measures the memory that they need.
 
 Makes checkpoints with random weights (stacked experts in bfloat16; block-fp8 with one expert per tensor), then runs
-every method in rotation, each in its own process: ours, `cat` of the same files (to /dev/null, and to a copy), Orbax's
-safetensors reader and the safetensors package. Speeds count the bytes of the whole checkpoint, even for `export-mtp`,
-which reads only the modules. Files come from the page cache. Peak memory is the process's maximum resident size minus
-what its imports took.
+every method in rotation, each in its own process: mtpjax's functions, `cat` of the same files (to /dev/null, and to a
+copy), Orbax's safetensors reader and the safetensors package. Speeds count the bytes of the whole checkpoint, even for
+`export-mtp`, which reads only the modules. Files come from the page cache. Peak memory is the process's maximum
+resident size minus its resident size after the imports.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from experiments.common.results import about, write
 from mtpjax import presets
 
 MODULE = "experiments.checkpoints.bench_load"
-# (preset, what is changed): widths are those of the releases, layers and experts fewer
+# (preset, changed fields): the widths of the releases, with fewer layers and experts
 SHAPES = {
     "stacked": (
         "qwen3.5-35b-a3b",
@@ -83,10 +83,10 @@ def make_checkpoint(shape: str, folder: pathlib.Path, *, shard_bytes: int, chang
 
 
 def run_one(way: str, source: pathlib.Path, ours: pathlib.Path, target: pathlib.Path) -> dict[str, float]:
-    """Runs one method once in this process: seconds, and peak memory beyond what the imports took."""
+    """Runs one method once in this process. Returns the seconds, and the peak memory beyond that of the imports."""
     import jax
     import orbax.checkpoint
-    import tensorstore  # noqa: F401 (its memory is an import's)
+    import tensorstore  # noqa: F401 (so that its memory counts as an import's)
 
     from conversion.export_mtp import export_mtp
     from conversion.load import load
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--shard-mb", type=int, default=512, help="largest shard (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds (default: %(default)s)")
     parser.add_argument(
-        "--folder", default=None, help="folder with room for 4 times the checkpoint (default: temporary)"
+        "--folder", default=None, help="folder with space for 4 times the checkpoint (default: a temporary folder)"
     )
     parser.add_argument("--output", default=None, help="JSON file to write")
     parser.add_argument("--quick", action="store_true", help="small shards and two rounds, as a smoke test")

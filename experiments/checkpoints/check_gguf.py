@@ -4,7 +4,7 @@
 
 Needs the extras `gguf` and `bench`, and accelerate. Compares the logits for 8 prompts, and the tokens of 1,000 lines
 from the text files in FOLDER. transformers 5 reads the byte-level tokenizer of a llama file with GPT-2's pre-tokenizer
-and ignores `tokenizer.ggml.pre`; `--digits` makes every digit a token, which is what `smollm` means there.
+and ignores `tokenizer.ggml.pre`; `--digits` makes every digit a token, as the value `smollm` of this key requires.
 Prints one JSON object. The exit code is 1 if anything differs.
 """
 
@@ -73,10 +73,10 @@ def read_lines(folder: pathlib.Path) -> list[str]:
     """
     files = [file.read_text().splitlines() for file in sorted(folder.iterdir()) if file.suffix in (".txt", ".jsonl")]
     full = [[line for line in lines if line.strip()] for lines in files]
-    # Evenly over each file, since a file may be sorted by topic.
+    # Take lines at even distances from each file, because a file may be sorted by topic.
     each = -(-NUM_LINES // len(full))
     chosen = [line for lines in full for line in lines[:: max(1, len(lines) // each)][:each]]
-    # A short file contributes all of its lines; the longest one fills up.
+    # A short file contributes all of its lines; the longest file fills up the rest.
     chosen += max(full, key=len)[1 : 1 + max(0, NUM_LINES - len(chosen))]
     return chosen[:NUM_LINES]
 

@@ -1,4 +1,4 @@
-"""Code that several groups of scripts share."""
+"""Code that several groups of scripts use."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""A process that answers JSON requests, one per line: the parent's handle, and the loop of an engine's process."""
+"""Runs an engine in a process that answers one JSON request per line. Contains both ends of the connection."""
 
 import json
 import os
@@ -19,7 +19,7 @@ class Child:
         Args:
             name: the name to use in errors.
             command: the program and its arguments.
-            environment: its environment variables; None: the same as in this process.
+            environment: its environment variables; None: those of this process.
         """
         self.name, self.log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the child)
         self.process = subprocess.Popen(

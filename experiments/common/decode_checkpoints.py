@@ -114,7 +114,7 @@ def bytes_per_round(config: ModelConfig, batch: int, num_steps: int, length: flo
     table = sizes["model.embed_tokens.weight"]
 
     def layer(index: int, rows: int) -> float:
-        # The module is the layer after the trunk's last one, or has names of its own.
+        # The module is stored as the layer after the trunk's last one, or under its own names.
         prefixes = (f"model.layers.{index}.", *(["mtp."] if index == config.num_hidden_layers else []))
         own = {name: size for name, size in sizes.items() if name.startswith(prefixes)}
         experts = sum(size for name, size in own.items() if "mlp.experts." in name)
@@ -125,10 +125,10 @@ def bytes_per_round(config: ModelConfig, batch: int, num_steps: int, length: flo
             entry = 2 * config.num_key_value_heads * config.head_dim
         return sum(own.values()) - missed * experts + 4 * batch * length * entry
 
-    # The trunk takes all nodes of a round; the head has the size of the embedding table.
+    # The trunk processes all nodes of a round; the head has the size of the embedding table.
     rows = batch * (num_steps + 1)
     trunk = table + sum(layer(index, rows) for index in range(config.num_hidden_layers))
-    # The first draft level also processes the committed tokens, later levels take one token per row.
+    # The first draft level also processes the committed tokens; later levels process one token per row.
     levels = (rows, *[batch] * (num_steps - 1))[:num_steps]
     drafts = sum(table + layer(config.num_hidden_layers, rows) for rows in levels)
     return trunk + drafts
@@ -147,7 +147,7 @@ def write_checkpoint(folder: pathlib.Path, config: ModelConfig, *, rigged: bool,
             tensors[name] = np.zeros(shape, np.float32)
         else:
             tensors[name] = rng.standard_normal(shape, np.float32) / np.sqrt(shape[1], dtype=np.float32)
-    # Large embeddings put the logits far apart, so that rounding never changes a token.
+    # With large embeddings the logits are far apart, so rounding never changes a token.
     tensors["model.embed_tokens.weight"] *= 16
     if rigged:
         _rig(tensors, config, rng)

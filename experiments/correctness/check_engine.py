@@ -1,19 +1,18 @@
-"""Does the engine change a text? Runs random requests that join, leave and preempt each other, and compares each with
-the same request decoded alone.
+"""Compares random requests that join, leave and preempt each other in the engine with the same requests alone.
 
     python -m experiments.correctness.check_engine --requests 1000 --seed 0 [--quick] [--output FILE]
 
-A family is one small model in float32, one draft shape and one engine. Several threads submit its requests at random
-times; one in ten is aborted at a random time. The page pool is small, so requests are preempted, and half of them start
-with a common text, so they share pages. Requests differ in length, sampling options, penalties, stop sequences,
-log-probabilities and speculation.
+A family consists of one small model in float32, one draft
+shape and one engine. Several threads submit its requests at random times; one request in ten is aborted at a random
+time. The page pool is small, so requests are preempted, and half of the requests start with a common text, so they
+share pages. Requests differ in length, sampling options, penalties, stop sequences, log-probabilities and speculation.
 
 The reference is `speculative_generate` with contiguous caches. A request that ends by itself must have the same tokens,
-log-probabilities (to 1e-4) and finish reason; an aborted request must have a prefix. If the depth of a chain is fixed,
-its passes and accepted drafts must be the same too, which reveals wrong entries in the drafter's cache even if the text
-is right. Afterwards no page may be in use, no request may wait, and no program may have been compiled since the start.
-The exit code is 4 if anything differs. Families whose experts move between devices need several devices:
-JAX_NUM_CPU_DEVICES=4.
+log-probabilities (to 1e-4) and finish reason; the tokens of an aborted request must be a prefix. If the depth of a
+chain is fixed, its passes and accepted drafts must be the same too, which reveals wrong entries in the drafter's cache
+even if the text is right. Afterwards no page may be in use, no request may wait, and no program may have been compiled
+since the start. The exit code is 4 if anything differs. Families whose experts move between devices need several
+devices: JAX_NUM_CPU_DEVICES=4.
 """
 
 import argparse
@@ -47,15 +46,15 @@ NUM_PAGES = 24  # of 8 positions; one text needs up to 14, so requests are preem
 NUM_THREADS = 4  # that submit requests
 ABORTED_SHARE = 0.1
 MEAN_PAUSE = 0.004  # seconds between two requests of a thread
-LOGPROB_TOLERANCE = 1e-4  # float32 sums in another order
-REFERENCE_ROWS = 32  # requests per call of the twin
+LOGPROB_TOLERANCE = 1e-4  # float32 sums in a different order
+REFERENCE_ROWS = 32  # requests per call of the reference
 TIMEOUT = 600  # seconds for all requests of a family
-TICKS_PER_PLACEMENT = 10  # where experts are placed anew
+TICKS_PER_PLACEMENT = 10  # with experts that move between devices
 NUM_EXPERT_COPIES = 4
 
 NEW_TOKENS = (1, 2, 9, 30, 60)
-# Each choice has a sequence of several tokens, so that calls of the twin share a compiled program. The first never
-# ends a text in practice.
+# Each choice has a sequence of several tokens, so that calls of the reference share a compiled program. The first
+# sequence never ends a text in practice.
 STOPS: tuple[dict[str, Any], ...] = (
     {"stop_sequences": ((1, 2, 3, 4, 5, 6, 7, 8),)},
     {"stop_sequences": ((7, 7), (33,)), "stop_token_ids": (5,)},
@@ -74,7 +73,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "allowed_tokens": tuple(range(2, 40)), "repetition_penalty": 1.1},
     {"temperature": 0.9, "logit_bias": {33: 4.0}, "presence_penalty": -0.5},
 )
-# Fills up the twin's batches. It uses every option, so that the other requests do not select the compiled program.
+# Pads the reference's batches. It uses every option, so that all batches run the same compiled program.
 FILLER = SamplingParams(
     temperature=1.0,
     top_k=9,
@@ -123,8 +122,9 @@ class Family:
 
     @property
     def has_fixed_rounds(self) -> bool:
-        """Whether a request takes the same rounds regardless of other requests: a tree has a different shape next to
-        sampled rows, and the load may disable drafts.
+        """Whether a request takes the same rounds regardless of other requests.
+
+        A tree has a different shape next to sampled rows, and the load may disable drafts.
         """
         return self.config.topk == 1 and self.disable_drafts_at is None
 
@@ -212,7 +212,7 @@ def run_requests(engine: Engine, requests: Sequence[Request], seed: int) -> list
                 time.sleep(rng.exponential(MEAN_PAUSE))
                 request_id = engine.submit(request, receiver)
                 if rng.random() < ABORTED_SHARE:
-                    # Some are aborted while they wait, some while they run, and some have ended before.
+                    # Some requests are aborted while they wait and some while they run; others have already ended.
                     threading.Timer(rng.exponential(20 * MEAN_PAUSE), engine.abort, [request_id]).start()
         except Exception as error:
             failures.append(error)
@@ -426,7 +426,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"  {difference}")
         if options.output is not None:  # after each family, so that an interrupted run keeps its results
             write(options.output, {**description, "families": rows})
-        jax.clear_caches()  # or the programs of all families stay in memory
+        jax.clear_caches()  # otherwise the programs of all families stay in memory
     console.print(table)
     num_mismatches = sum(row["mismatches"] for row in rows)
     console.print(f"{sum(row['requests'] for row in rows)} requests, {num_mismatches} mismatches")

@@ -1,11 +1,11 @@
-"""Does speculation change a token? A grid of small models in float32, each against three plain ways of decoding.
+"""Does speculation change a token? Compares small models in float32 with three plain ways of decoding.
 
     python -m experiments.correctness.check_equality [--quick] [--trees]
 
-A cell is one model shape and one draft shape. Its tokens must equal the tokens of `generate`, of `plain.py`, and the
-arg-max of the full uncached pass. This is checked for 64 prompts of ragged lengths, with weights whose drafts are right
-by chance, sometimes, always and never, with a stop token at every position of a run, and with every limit up to two
-rounds. Prints one line per cell; the exit code is 4 if anything differs.
+A cell is one model shape and one draft shape. Its tokens must equal the tokens of `generate`, the tokens of `plain.py`,
+and the arg-max of the full uncached pass. This is checked for 64 prompts of different lengths, with weights whose
+drafts are right by chance, sometimes, always and never, with a stop token at every position of a run, and with every
+limit up to two rounds. Prints one line per cell; the exit code is 4 if anything differs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tests.helpers.small_models import DRAFT_QUALITIES, constructed_params, smal
 NUM_PROMPTS = 64
 NEW_TOKENS = 24
 LONGEST_PROMPT = 32
-SMALLEST_GAP = 1e-4  # between a greedy token's logit and the next best; float32 sums in another order differ by ~1e-6
+SMALLEST_GAP = 1e-4  # between the two largest logits; reordering float32 sums changes a logit by ~1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ GRID = [
     for attention, modules, steps, chaining in itertools.product(
         ("grouped", "latent"), (1, 2, 3), (1, 2, 3, 4, 5), ("chain", "trunk")
     )
-    if modules > 1 or chaining == "chain"  # one module has nothing to chain
+    if modules > 1 or chaining == "chain"  # chaining does not apply to one module
 ] + [Cell(attention, modules, steps) for attention in ("sparse", "hybrid") for modules in (1, 2) for steps in (1, 2, 4)]
 TREES = [
     Cell(attention, 1, steps, topk=topk, num_draft_tokens=tokens)
@@ -65,7 +65,7 @@ COVERING_TREES = [
     Cell("latent", 1, 4, topk=2, num_draft_tokens=8),
     Cell("sparse", 1, 3, topk=4, num_draft_tokens=16),
 ]
-COVERING = [  # each pair of values of the grid's four axes, or nearly
+COVERING = [  # covers nearly every pair of values of the grid's four axes
     Cell("grouped", 1, 3),
     Cell("grouped", 2, 1, "trunk"),
     Cell("grouped", 3, 5, "chain"),
@@ -102,8 +102,8 @@ def make_reference(
 ) -> Reference:
     """Decodes prompts of the given lengths, in rotation, with `generate`; raises if another plain way disagrees.
 
-    The texts are checked against the full pass and, for `num_plain` prompts, against `plain.py`. Prompts with a near
-    tie are left out.
+    The texts are checked against the full pass and, for `num_plain` prompts, against `plain.py`. Prompts whose text has
+    a near tie are left out.
     """
     model = MTPModel(small_config(attention, num_mtp_modules=3))
     params = constructed_params(model, attention, draft_quality, seed)
@@ -123,7 +123,7 @@ def make_reference(
         if gaps[number, where].min() < SMALLEST_GAP:
             continue
         _require_equal("forward", logits[number, where].argmax(axis=-1).tolist(), row)
-        if len(kept) < num_plain:  # one capacity for all, so that one step is compiled
+        if len(kept) < num_plain:  # the same capacity for all, so that only one step is compiled
             limit = LONGEST_PROMPT + NEW_TOKENS - len(prompt)
             plain = plain_generate(params, prompt, model=model, max_new_tokens=limit)
             _require_equal("plain_generate", plain[:NEW_TOKENS], row)
@@ -149,12 +149,12 @@ def check_cell(
     params = constructed_params(model, cell.attention, draft_quality, seed)
     max_tokens = 2 * (cell.num_steps + 1)
     calls: list[dict] = [{"max_new_tokens": NEW_TOKENS}]
-    if draft_quality in ("mixed", "right"):  # the others accept next to nothing: no run to cut
+    if draft_quality in ("mixed", "right"):  # the others accept almost nothing, so there is no run to cut
         calls += [{"max_new_tokens": limit} for limit in range(1, max_tokens + 1)]
         calls += [
             {"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:max_tokens]
         ]
-    # Of a chain; in a tree the right token may not be among the best, and a wrong drafter's second thought be right.
+    # Only for chains. In a tree, the right token may be missing, and the second choice of a wrong drafter may be right.
     expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(draft_quality) if cell.topk == 1 else None
     differences, stats = [], None
     for call in calls:

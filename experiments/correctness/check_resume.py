@@ -1,4 +1,4 @@
-"""Does a run that is killed at any point resume bit for bit, and is every flipped bit in its states found?
+"""Checks that a run killed at any point resumes bit for bit, and that flipped bits in its states are detected.
 
     python -m experiments.correctness.check_resume [--kills 50] [--bits 200]
 
@@ -32,8 +32,8 @@ from mtpjax.training.step import make_optimizer
 from mtpjax.training.train_state import TrainState, init_train_state
 from tests.helpers.training_runs import SETTINGS, environment, read_losses, train_command, write_corpus
 
-STEPS_PER_KILL = 10  # that a run needs to outlive its kills: each falls at most 4 steps, or a saved state, further on
-LONGEST_START, LONGEST_SAVE = 3.0, 0.3  # seconds in which a kill may fall
+STEPS_PER_KILL = 10  # enough for a run to outlive its kills, which come at most 4 steps or one saved state apart
+LONGEST_START, LONGEST_SAVE = 3.0, 0.3  # maximum seconds until a kill
 PATIENCE = 120.0
 
 
@@ -47,7 +47,7 @@ def kill_and_go_on(
     env: dict[str, str],
     say: Callable[[str], Any] = lambda line: None,
 ) -> Counter[str]:
-    """Kills the run this many times, then lets it end. Returns how many kills came during start, steps and saves.
+    """Kills the run this many times, then lets it end. Returns how many kills came during startup, steps and saves.
 
     Raises `RuntimeError`, with the output of the run, if it ends by itself too early or with an error.
     """
@@ -62,7 +62,7 @@ def kill_and_go_on(
             process.kill()
             error = process.communicate()[1]
         if process.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"the run ended of itself with {process.returncode}: {error[-2000:]}")
+            raise RuntimeError(f"the run ended by itself with {process.returncode}: {error[-2000:]}")
         losses = read_losses(folder)
         saving, stepping = _left_behind(folder) - left, max(losses, default=0) != reached
         fell["saving" if saving else "stepping" if stepping else "starting"] += 1
@@ -99,7 +99,7 @@ def flip_bits(folder: pathlib.Path, like: Any, *, bits: int, seed: int) -> Count
 def _restored(folder: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
     restored = run_dir.restore_state(folder, like)
     if restored is None:
-        raise RuntimeError(f"{folder} holds no state that is whole")
+        raise RuntimeError(f"{folder} holds no complete state")
     return restored
 
 
@@ -125,7 +125,7 @@ def _started(command: list[str], folder: pathlib.Path, env: dict[str, str]):
 
 
 def _moment(draw: random.Random, folder: pathlib.Path, steps: int) -> Callable[[], bool]:
-    """Returns a condition for a random moment: during the start, after some steps, or while a state is written."""
+    """Returns a condition for a random moment during startup, after some steps, or while a state is written."""
     kind = draw.choices(["starting", "stepping", "saving"], [1, 2, 2])[0]
     if kind == "starting":
         begin, wait = time.monotonic(), draw.random() * LONGEST_START
@@ -148,11 +148,11 @@ def _moment(draw: random.Random, folder: pathlib.Path, steps: int) -> Callable[[
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="(default: %(default)s)")
-    parser.add_argument("--bits", type=int, default=200, help="(default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=50, help="number of kills (default: %(default)s)")
+    parser.add_argument("--bits", type=int, default=200, help="number of flipped bits (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed for the moments and bits (default: %(default)s)")
     options = parser.parse_args(argv)
-    logging.getLogger("mtpjax").setLevel(logging.ERROR)  # of the states that are skipped
+    logging.getLogger("mtpjax").setLevel(logging.ERROR)  # warnings about the states that are skipped
     begin = time.monotonic()
 
     def say(line: str) -> None:

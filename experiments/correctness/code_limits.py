@@ -1,7 +1,7 @@
-"""The rows of `code_report` about draft methods, sizes of functions and files, and numbers of lines.
+"""The rows of `code_report` about draft methods, the sizes of functions and files, and the numbers of lines.
 
-A draft method is a folder in `mtpjax/drafters` with its network, its drafting and its files. No other code checks which
-method it has, and one table lists the methods.
+A draft method is a folder in `mtpjax/drafters` with a network, a drafter and the code for its files. Code outside the
+folder never checks which method it handles, and a single table lists the methods.
 """
 
 import ast
@@ -14,7 +14,7 @@ from experiments.common import ROOT
 from experiments.correctness.source import PACKAGES, Figure, parse
 
 METHODS = "mtpjax.drafters"
-NOT_METHODS = {"files"}  # folders with what methods share
+NOT_METHODS = {"files"}  # folders with code that methods share
 MAX_PARAMETERS, MAX_LINES, LONGEST, MAX_FILE = 8, 80, 150, 400
 LIGHT, MAX_LOADED = "mtpjax.decoding.spec", 20
 MAX_CODE, MAX_DOCSTRINGS = 38_822, 13_500
@@ -23,13 +23,13 @@ Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def method_of(module: str) -> str | None:
-    """Returns the draft method in whose folder a module is."""
+    """Returns the draft method whose folder contains a module."""
     rest = module.removeprefix(f"{METHODS}.").split(".")
     return rest[0] if module.startswith(f"{METHODS}.") and len(rest) > 1 and rest[0] not in NOT_METHODS else None
 
 
 def find_questions(modules: Modules) -> list[str]:
-    """Returns the places outside a method's folder that check whether an object has one of the method's classes."""
+    """Returns the places outside a method's folder that check for one of the method's classes."""
     homes = {
         node.name: method
         for module, file in modules.items()
@@ -90,7 +90,7 @@ def find_tables(modules: Modules) -> list[str]:
 def with_imports_by_string(graph: dict[str, set[str]], modules: Modules) -> dict[str, set[str]]:
     """Adds the modules that appear in strings to the graph, as "mtpjax.module" or "mtpjax.module:NAME".
 
-    A name after "-m" does not count, because it runs in its own process.
+    A name after "-m" does not count, because that module runs in its own process.
     """
     found = {module: set(targets) for module, targets in graph.items()}
     for module, file in modules.items():

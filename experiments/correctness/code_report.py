@@ -1,4 +1,4 @@
-"""Counts comments, docstrings, sizes, imports and draft methods in the code, and prints a limit next to each figure.
+"""Measures comments, docstrings, sizes, imports and draft methods in the code, and prints each figure with its limit.
 
     python -m experiments.correctness.code_report [--json]
 
@@ -23,7 +23,8 @@ from experiments.correctness import code_limits
 from experiments.correctness.source import PACKAGES, Figure, imported_names, parse, read_modules
 
 COMMENTED = ("mtpjax", "pallas_kernels")
-# A package imports only packages of a lower rank. Modules at the root of mtpjax are "base"; mtpjax itself is above all.
+# A package imports only packages of a lower rank. Modules at the root of mtpjax are "base"; mtpjax itself has the
+# highest rank.
 RANK = {
     "base": 0,
     "pallas_kernels": 0,
@@ -107,7 +108,7 @@ def longest_chain(graph: Graph) -> list[str]:
 
 
 def experiment_imports() -> list[str]:
-    """Returns the files that import experiments but may not: library files, and tests of anything else."""
+    """Returns the files that import experiments but must not, which are library files and tests of other code."""
     files = [file for folder in (*PACKAGES, "tests") for file in sorted((ROOT / folder).rglob("*.py"))]
     allowed = ROOT / "tests" / "experiments"
     files = [file for file in files if allowed not in file.parents]
@@ -168,14 +169,14 @@ def public_docstrings(modules: dict[str, pathlib.Path]) -> dict[str, list[str]]:
 def _lacking_sections(modules: dict[str, pathlib.Path], home: str, name: str) -> list[str]:
     tree = parse(modules[home])
     node = next((n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name), None)
-    if node is None:  # a name that the module imports, or a value
+    if node is None:  # the name is imported, or a value
         further = next((home for home, imported in imported_names(tree) if imported == name and home in modules), None)
         return _lacking_sections(modules, further, name) if further else []
     text = ast.get_docstring(node) or ""
     has = lambda *titles: any(f"\n{title}:" in text for title in titles)
     lacking = [] if has("Example", "Examples") else ["Example"]
     if isinstance(node, ast.ClassDef):
-        # A class whose methods are to be overridden may have neither fields nor arguments.
+        # A class that exists to be subclassed may have neither fields nor arguments.
         is_plain = not any(isinstance(n, ast.AnnAssign) or getattr(n, "name", "") == "__init__" for n in node.body)
         return lacking + ([] if is_plain or has("Args", "Attributes", "Fields") else ["Args"])
     arguments = node.args

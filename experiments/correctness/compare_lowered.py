@@ -1,4 +1,4 @@
-"""Compares the StableHLO to which two checkouts lower the same calls: did a code change alter the programs?
+"""Compares the StableHLO to which two checkouts lower the same calls, to see whether a code change altered it.
 
     JAX_DUMP_IR_TO=OLD pytest -q -n 0 FILES     # in the old checkout
     JAX_DUMP_IR_TO=NEW pytest -q -n 0 FILES     # in the new one, with the same version of JAX
@@ -16,11 +16,11 @@ every objective and draft architecture. Only one process may write to a folder (
 Subfolders are read too.
 
 Modules are compared as graphs, not as text. Two modules are the same if each result is the same expression of the
-arguments and both have the same number of each operation. So names, source locations, functions that are called
-instead of inlined, and the order of independent operations and of loop variables do not count. Arguments are told
-apart by type and by their order among those of that type. If only that order differs, a module counts as reordered.
+arguments and both have the same number of each operation. So names, source locations, inlining of functions, and the
+order of independent operations and of loop variables do not count. Arguments are identified by their type and by their
+order among the arguments of that type. If only that order differs, a module counts as reordered.
 
-Prints a row for each jitted function, then what differs. The exit code is 1 if a program in one folder is missing in
+Prints a row for each jitted function, then the differences. The exit code is 1 if a program in one folder is missing in
 the other; how often a program was compiled does not count.
 """
 
@@ -42,7 +42,7 @@ FILE_NAME = re.compile(r"jax_ir\d+_(.*)_compile\.mlir")
 # Names of Python values, source locations, and numbers that a process gives to its callbacks.
 IGNORED_ATTRIBUTES = {"sym_name", "sym_visibility", "function_type", "callee", "res_attrs", "arg_attrs"}
 CALLBACK = "callback"
-REFINEMENTS = 3  # passes over a loop's body that tell its variables apart
+REFINEMENTS = 3  # passes over a loop's body to distinguish its variables
 MAX_DIFFERENCES, MAX_LINES = 3, 12
 Counts = collections.Counter[str]
 
@@ -82,14 +82,14 @@ def _hash(*parts: Any) -> str:
 
 
 def read_block(block: ir.Block, numbers: dict[Any, int]) -> Block:
-    """Reads a block and its inner blocks. `numbers` has the values of the outer blocks, and gets its values."""
+    """Reads a block and its inner blocks. Adds the block's values to `numbers`, which has those of the outer blocks."""
     number = lambda values: [numbers.setdefault(value, len(numbers)) for value in values]
     arguments, types = number(block.arguments), [str(each.type) for each in block.arguments]
     operations = []
     for operation in (each.operation for each in block.operations):
         attributes = {name: operation.attributes[name] for name in operation.attributes}
         callee = ir.FlatSymbolRefAttr(attributes["callee"]).value if "callee" in attributes else ""
-        if CALLBACK in str(attributes.get("call_target_name", "")):  # it has the address of a Python function
+        if CALLBACK in str(attributes.get("call_target_name", "")):  # contains the address of a Python function
             attributes.pop("backend_config", None)
             attributes.pop("mhlo.backend_config", None)
         kept = sorted((name, str(each)) for name, each in attributes.items() if name not in IGNORED_ATTRIBUTES)
@@ -169,19 +169,19 @@ class Graph:
         if name == "stablehlo.while":
             condition, body = blocks
             return self._loop(condition, body, operands, values)
-        if name == "stablehlo.case":  # each result depends on its own value of each branch
+        if name == "stablehlo.case":  # each result depends only on the corresponding value of each branch
             branches = zip(*(self._run(block, [], values) for block in blocks), strict=True)
             return [_hash(name, operands, branch) for branch in branches]
         if name == "sdy.manual_computation":  # the body of a `shard_map`
             labels = [_hash("shard", each) for each in operands]
             return [_hash(name, attributes, each) for each in self._run(blocks[0], labels, values)]
-        # The arguments of the other regions are few, and their order has a meaning.
+        # Other regions have few arguments, whose order is significant.
         inner = [self._run(block, [_hash(i, type) for i, type in enumerate(block.types)], values) for block in blocks]
         common = _hash(name, attributes, operands, inner)
         return [f"{common} {i}" for i in range(len(operation.results))]
 
     def _loop(self, condition: Block, body: Block, operands: list[str], values: dict[int, str]) -> list[str]:
-        """Labels a loop's variables by how they start, then by how each pass computes them from the others."""
+        """Labels a loop's variables by their initial values, then by how each pass computes them from the others."""
         labels = [_hash("variable", operand) for operand in operands]
         for _ in range(REFINEMENTS):
             labels = [_hash(*pair) for pair in zip(labels, self._run(body, labels, values), strict=True)]
@@ -211,7 +211,7 @@ def read_programs(folder: pathlib.Path, functions: str) -> list[Program]:
     return programs
 
 
-@functools.cache  # the two folders have most modules in common
+@functools.cache  # most modules are in both folders
 def fingerprint(text: str) -> tuple[str, str, Counts]:
     """Returns a module's hashes, with and without the order of its arguments, and the number of each operation."""
     graph = Graph(text)
@@ -222,7 +222,7 @@ def fingerprint(text: str) -> tuple[str, str, Counts]:
 
 @dataclasses.dataclass
 class Row:
-    """The distinct programs of one function that are in both folders, or only in one."""
+    """The distinct programs of one function that are in both folders or in only one of them."""
 
     function: str
     num_old: int
@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("old", type=pathlib.Path, help="folder of the old checkout")
     parser.add_argument("new", type=pathlib.Path, help="folder of the new checkout")
     parser.add_argument(
-        "--functions", default="decode|train_step", help="names of jitted functions, a regular expression"
+        "--functions", default="decode|train_step", help="regular expression for the names of jitted functions"
     )
     options = parser.parse_args(argv)
     old, new = (read_programs(folder, options.functions) for folder in (options.old, options.new))

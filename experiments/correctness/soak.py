@@ -1,9 +1,9 @@
-"""Soaks a real server in mixed traffic: nothing may get lost, leak or change a text.
+"""Runs mixed traffic against a real server. No request may get lost, no text may change, no memory may leak.
 
     python -m experiments.correctness.soak [--minutes 30] [--quick] [--seed 0]
 
 A server with a tiny model answers over HTTP. Clients send plain and streamed requests, disconnect at random, abort by
-id, send bad requests and read slowly. Each request must end in exactly one way. A complete text must equal the text
+id, send bad requests and read slowly. Each request must end exactly once. A complete text must equal the text
 that the same request got from the idle server, and an aborted text must be a prefix of it. Prints a line per minute,
 and exits with 1 if a check fails.
 """
@@ -32,12 +32,12 @@ from tests.helpers import small_models
 
 NUM_CLIENTS = 24
 BAD = [b"{", b"[]", b'{"prompt": "a", "max_tokens": -1}', b'{"prompt": [9999]}', b'{"prompt": "a", "top_p": NaN}']
-SETTLED = 0.2  # share of the run after which memory must be flat; 30 minutes: minute 6
+SETTLED = 0.2  # share of the run after which memory must be flat (minute 6 of 30)
 MAX_GROWTH = 0.02
 
 
 def make_requests(seed: int, count: int) -> list[dict]:
-    """Makes requests of all kinds, whose texts do not depend on the time."""
+    """Makes requests of all kinds, whose texts do not depend on timing."""
     rng = random.Random(seed)
     options = [
         {"temperature": 0},
@@ -137,7 +137,7 @@ class Soak:
         return await self.stream(index, delay=0.02)
 
     async def leave(self, index: int) -> str:
-        """Disconnects, mostly before the answer."""
+        """Disconnects, usually before the answer."""
         try:
             await asyncio.wait_for(self.plain(index), self.rng.random() * 0.2)
         except TimeoutError:
@@ -178,7 +178,7 @@ def running_server():
     """Yields the address of a server with a tiny model in a thread, and its engine."""
     model = MTPModel(small_models.small_config(vocab_size=256, max_position_embeddings=512))
     params = small_models.constructed_params(model, "grouped", "mixed")
-    # A pool with room for half of the slots' longest texts, so that requests are preempted.
+    # The pool has space for only half of the slots' longest texts, so that requests are preempted.
     settings = EngineSettings(num_slots=8, batch_sizes=(1, 8), num_pages=72, prefill_tokens=64, max_waiting=256)
     engine = Engine(params, model=model, config=DecodeConfig(num_steps=2, prefill_chunk=32), settings=settings)
     engine.warm_up()
@@ -196,7 +196,7 @@ def resident_bytes() -> int:
 
 
 async def soak(address: str, engine: Engine, seconds: float, seed: int) -> list[str]:
-    """Runs the traffic; returns what went wrong."""
+    """Runs the traffic; returns the problems."""
     clients = Soak(address, make_requests(seed, 48), seed)
     await clients.learn()
     begin = time.monotonic()
@@ -230,7 +230,7 @@ async def soak(address: str, engine: Engine, seconds: float, seed: int) -> list[
     for name in ("num_running", "num_waiting", "num_used_pages", "num_compilations", "num_failed"):
         if getattr(status, name):
             faults.append(f"{name} is {getattr(status, name)} at the end")
-    # 2. Every request has ended in one way.
+    # 2. Every request has ended exactly once.
     if sum(clients.ends.values()) != clients.num_sent:
         faults.append(f"{clients.num_sent} requests, {sum(clients.ends.values())} ends")
     # 3. The idle server gives the same texts.
@@ -254,7 +254,7 @@ def main() -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--quick", action="store_true", help="one minute")
+    parser.add_argument("--quick", action="store_true", help="run for one minute")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     seconds = 60.0 if options.quick else 60 * options.minutes

@@ -1,4 +1,4 @@
-"""The library's files, their syntax trees, and what they import, for the reports about the code."""
+"""Reads the library's files, their syntax trees and their imports, for the reports about the code."""
 
 import ast
 import dataclasses

@@ -7,9 +7,9 @@ the hard set, and alternating prompts from both are the mixed set. For each batc
 first, and acceptance rates are measured on prompts that are in none of the three sets. Then plain decoding, every fixed
 depth and the adaptive depth run in rotation on the same prompts, in one process.
 
-Each cell has two ratios of the best fixed depth's time (depth 0 included) to the adaptive depth's time; 1.0 means
-equal. One is measured, with a 95 % interval over rounds. The other is computed from the rounds that each one took and
-the profiled cost of a round, so it has no timing noise.
+Each cell has two ratios of the best fixed depth's time (depth 0 included) to the adaptive depth's time; 1.0 means that
+they take the same time. One ratio is measured, with a 95 % interval over rounds. The other is computed from the number
+of rounds that each depth took and the profiled cost of a round, so it has no timing noise.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from mtpjax.host import choose_num_threads, limit_threads, num_threads
 from mtpjax.io.checkpoint_format import checkpoint_bytes
 
 NEW_TOKENS = 128
-LEAST_PROMPTS = 16  # per cell; small batches decode them one after the other
+LEAST_PROMPTS = 16  # per cell; decoded in several batches if the batch size is small
 BATCHES, LARGEST_BATCHES = 8, 2  # per cell, and per cell of the largest batch size
-RATE_PROMPTS = 32  # on which acceptance rates are measured
+RATE_PROMPTS = 32  # for measuring acceptance rates
 
 
 def prompt_sets(path: str, params, model, count: int, num_steps: int):
@@ -48,14 +48,14 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
     Returns:
         `count` prompts for each of "easy", "hard" and "mixed", and rates as `profile_file.depth_settings` takes them.
     """
-    # Split the prompts: some for acceptance rates, the rest for the sets.
+    # Use some prompts to measure acceptance rates, and the rest for the sets.
     settings = Settings(max_new_tokens=NEW_TOKENS)
     found = find_workload(
         pathlib.Path(path), model, params, settings, PromptChoice(count=2 * count + RATE_PROMPTS)
     ).prompts
     split = min(RATE_PROMPTS, len(found) // 2)
     others, pool = found[:split] or found, found[split:]
-    pool = (2 * count * pool)[: 2 * count]  # repeats prompts if too few were found
+    pool = (2 * count * pool)[: 2 * count]  # repeat prompts if too few were found
     # Sort by accept length, measured with `num_steps` draft levels.
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
     decoded = speculative_generate(params, pool, model=model, config=config).stats
@@ -111,7 +111,7 @@ def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
             results[name] = [speculative_generate(params, rows, model=model, config=configs[name]) for rows in batches]
             if number:
                 seconds[name].append(time.perf_counter() - begin)
-    # Compare: the texts must be equal, and the best fixed depth is the one with the smallest median time.
+    # The texts must be equal, and the best fixed depth is the one with the smallest median time.
     texts = [[result.rows() for result in of_batches] for of_batches in results.values()]
     median = {name: float(np.median(times)) for name, times in seconds.items()}
     modelled = {name: modelled_time(of_batches, costs) for name, of_batches in results.items()}
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         default=0,
         help="XLA's threads; 1 also pins the process to one core; 0: one for a model below 16 MiB, else all",
     )
-    parser.add_argument("--quick", action="store_true", help="one batch size and one level, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one batch size and one level, to check that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     batches, num_steps, rounds = (options.batch_size, options.num_steps, options.rounds)

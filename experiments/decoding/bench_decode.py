@@ -3,14 +3,14 @@
     python -m experiments.decoding.bench_decode --quick                 # a minute, a toy, mtpjax alone
     python -m experiments.decoding.bench_decode                         # everything; needs the extra `bench`
 
-Every engine runs in its own process, once pinned to one core and once on all cores. They run in rotation, one at a
-time: in each round, every engine generates 1 new token and then all tokens, and its time per token is
-(time for all - time for 1) / (all - 1). Ratios are taken within rounds. The calls are the public `generate()` of each
-library. The rigged checkpoint, whose drafts are always right, is timed; on the random checkpoint, the engines must give
-the same tokens (`decode_checkpoints`).
+Every engine runs in its own process, once pinned to one core and once on all cores. The engines run in rotation, one at
+a time. In each round, every engine generates 1 new token and then all tokens, and its time per token is (time for all -
+time for 1) / (all - 1). Ratios are computed within rounds. The measured calls are the public `generate()` functions of
+the libraries. The rigged checkpoint, whose drafts are always right, is timed; on the random checkpoint, the engines
+must give the same tokens (`decode_checkpoints`).
 
-The memory limit is the time to read once what a token needs: the weights of every layer and expert that it passes
-through, and its rows' caches, at the bandwidth that the same threads reach during the other measurements.
+The memory limit is the time that it takes to read once the weights of every layer and expert that a token passes
+through, and the caches of the rows, at the bandwidth that the same threads reach during the other measurements.
 """
 
 import argparse
@@ -38,17 +38,17 @@ ENGINES = "experiments.decoding.decode_engines"
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One cell: an engine at a number of draft levels, 0 for plain decoding."""
+    """An engine with a number of draft levels; 0 is plain decoding."""
 
     engine: str
     num_steps: int
 
 
 def cells_of(shape: str, batch: int, engines: list[str], depths: list[int]) -> list[Cell]:
-    """All cells that are measured side by side for one shape and batch size."""
+    """Returns all cells that are measured side by side for one shape and batch size."""
     cells = [Cell(engine, 0) for engine in engines]
     if "transformers" in engines and SHAPES[shape].attention == "latent" and batch == 1:
-        cells.append(Cell("transformers", 1))  # `use_mtp`: DeepSeek's classes, one row, as many drafts as modules
+        cells.append(Cell("transformers", 1))  # `use_mtp` needs DeepSeek's classes and one row; a draft per module
     return cells + [Cell("mtpjax", depth) for depth in depths if "mtpjax" in engines]
 
 
@@ -144,20 +144,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     engines = ("mtpjax", "transformers")
     parser.add_argument(
-        "--quick", action="store_true", help="a toy at batch 1 with mtpjax alone: does the script work?"
+        "--quick", action="store_true", help="a toy at batch 1 with mtpjax alone, to check that the script works"
     )
     parser.add_argument(
-        "--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", default=["S", "M", "D"], help="of S, M, D, tiny"
+        "--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", default=["S", "M", "D"], help="some of S, M, D, tiny"
     )
     parser.add_argument("--batch-size", nargs="+", type=count, default=[1, 4, 16])
-    parser.add_argument("--num-steps", nargs="+", type=count, default=[1, 2, 3], help="draft levels of speculation")
+    parser.add_argument("--num-steps", nargs="+", type=count, default=[1, 2, 3], help="draft levels")
     parser.add_argument(
-        "--engines", nargs="+", choices=engines, metavar="ENGINE", default=list(engines), help="of mtpjax, transformers"
+        "--engines",
+        nargs="+",
+        choices=engines,
+        metavar="ENGINE",
+        default=list(engines),
+        help="some of mtpjax, transformers",
     )
     parser.add_argument("--threads", nargs="+", choices=("1", "all"), default=["1", "all"])
     parser.add_argument("--prompt-length", type=count, default=128)
     parser.add_argument(
-        "--new-tokens", type=count, default=97, help="at least 2; 12n + 1 fills the rounds of 1 to 3 drafts"
+        "--new-tokens",
+        type=count,
+        default=97,
+        help="new tokens per row, at least 2; 12n + 1 fills the rounds of 1 to 3 drafts",
     )
     parser.add_argument("--repeats", type=count, default=5)
     results = RESULTS / "bench_decode.json"
@@ -210,7 +218,7 @@ def run_batch(
     wrong = differing(children, cells, prompts, "random", min(33, options.new_tokens))
     for new_tokens in (options.new_tokens, 1):
         wrong |= differing(children, cells, prompts, "rigged", new_tokens)
-    # A disturbed round is measured again, twice over at most.
+    # Disturbed rounds are measured again, up to three times as many rounds as `repeats` in total.
     samples = measure_rounds(
         lambda cell, _: _sample(children, cell, prompts, options.new_tokens),
         cells,

@@ -3,13 +3,14 @@
     git worktree add ../other COMMIT
     python -m experiments.decoding.bench_versions --other ../other [--model runs/quickstart] [--starts 8] [--quick]
 
-Each checkout decodes in its own process. The two alternate, and the ratio is taken within each pair of calls, so slow
-drifts of the machine cancel. The same program can be 10 % slower in one process than in the next, because its buffers
-are at different addresses, so both processes are started several times. The process that is started first is about 2 %
-slower (seen with the same commit in both), so each start is done twice, once in each order, and its ratio is the
-geometric mean of both. The result is the median over starts of the median of (seconds of the other checkout / seconds
-of this one), with a 95 % bootstrap interval that resamples starts: above 1, this checkout is faster. The texts must be
-identical. The optimised HLO of the decoding loop is also counted: instructions, copies, and bytes per round.
+Each checkout decodes in its own process. The two processes alternate, and the ratio is computed within each pair of
+calls, so slow drifts of the machine cancel. The same program can be 10 % slower in one process than in the next,
+because its buffers are at different addresses, so both processes are started several times. The process that is
+started first is about 2 % slower (seen with the same commit in both), so each start is done twice, once in each order,
+and its ratio is the geometric mean of both. The result is the median over starts of the median of (seconds of the other
+checkout / seconds of this one), with a 95 % bootstrap interval that resamples starts. If it is above 1, this checkout
+is faster. The texts must be identical. The script also counts instructions, copies, and bytes per round in the
+optimized HLO of the decoding loop.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from experiments.common.hlo_bytes import Computation, Counter, Instruction, pars
 from experiments.common.results import about, write
 from mtpjax.evaluation.intervals import estimate_from, resample
 
-CASES = {  # draft levels, and further fields of DecodeConfig
+CASES = {  # draft levels, and other fields of DecodeConfig
     "plain": (0, {}),
     "1 draft": (1, {}),
     "3 drafts": (3, {}),
@@ -46,7 +47,7 @@ def start(checkout: pathlib.Path, dump: pathlib.Path) -> Child:
     environment = {
         **os.environ,
         "PYTHONPATH": str(checkout),
-        "PJRT_NPROC": "1",  # one thread of XLA, as the commands set it for small models
+        "PJRT_NPROC": "1",  # one XLA thread, as the commands use for small models
         "MTPJAX_HLO_DUMP": str(dump),
         "XLA_FLAGS": f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*decode.*",
     }
@@ -58,7 +59,7 @@ def start(checkout: pathlib.Path, dump: pathlib.Path) -> Child:
 
 
 def count_loop(files: list[str]) -> dict[str, int]:
-    """Counts the instructions, copies and bytes of one round: the body of the last loop, after the prefill loop."""
+    """Counts the instructions, copies and bytes of one round, which is the body of the last loop."""
     text = max((pathlib.Path(file).read_text() for file in files), key=len)
     computations, entry = parse(text)
     loop = [one for one in computations[entry].instructions.values() if one.opcode == "while"][-1]
@@ -86,7 +87,7 @@ def _reachable(computations: Mapping[str, Computation], name: str) -> list[Instr
 def compare(
     children: Mapping[int, Child], folder: pathlib.Path, case: str, batch: int, repeats: int, tokens: int, vocab: int
 ) -> dict[str, Any]:
-    """Measures one case alternately in both processes: 0 is this checkout, 1 the other, in the order of their start.
+    """Measures one case alternately in both processes, in the order of their start. Process 0 has this checkout.
 
     Returns:
         The median ratio, whether the texts are identical, and the counts of both loops.
@@ -94,7 +95,7 @@ def compare(
     num_steps, options = CASES[case]
     prompts = np.random.default_rng(0).integers(1, vocab, (batch, 32)).tolist()
     request = {"folder": str(folder), "prompts": prompts, "num_steps": num_steps, "new_tokens": tokens}
-    # The first call of each compiles; its module and its text are kept.
+    # The first call of each process compiles; its module and its text are kept.
     first = {which: child.ask(**request, options=options) for which, child in children.items()}
     pairs = []
     for number in range(repeats):
@@ -126,17 +127,19 @@ def summarise(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--other", type=pathlib.Path, required=True, help="another checkout of mtpjax")
-    parser.add_argument("--model", type=pathlib.Path, help="a checkpoint to decode as well, such as runs/quickstart")
-    parser.add_argument("--shapes", nargs="*", default=["S", "D"], choices=list(SHAPES), help="shapes of bench_decode")
+    parser.add_argument("--other", type=pathlib.Path, required=True, help="the other checkout of mtpjax")
+    parser.add_argument("--model", type=pathlib.Path, help="a checkpoint to decode too, such as runs/quickstart")
+    parser.add_argument(
+        "--shapes", nargs="*", default=["S", "D"], choices=list(SHAPES), help="shapes from bench_decode"
+    )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4], help="batch sizes (default: 1 and 4)")
     parser.add_argument(
-        "--starts", type=int, default=4, help="times that both processes are started in both orders (default: 4)"
+        "--starts", type=int, default=4, help="how often both processes are started in both orders (default: 4)"
     )
     parser.add_argument("--repeats", type=int, default=10, help="pairs of calls per case and start (default: 10)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per row (default: 64)")
-    parser.add_argument("--quick", action="store_true", help="the smallest case twice: shows that it works")
+    parser.add_argument("--quick", action="store_true", help="the smallest case twice, to check that the script works")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:

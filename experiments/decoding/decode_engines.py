@@ -26,8 +26,8 @@ class Mtpjax:
     def run(self, weights: str, prompts: list[list[int]], num_steps: int, new_tokens: int) -> dict[str, Any]:
         from mtpjax import DecodeConfig, generate, speculative_generate
 
-        # With one prefill pass, a call for one token has the same cache size as a call for all tokens, so the two
-        # compile the same program.
+        # With one prefill pass, a call for one token has the same cache size as a call for all tokens, so both run the
+        # same program.
         config = DecodeConfig(max_new_tokens=new_tokens, num_steps=num_steps, prefill_chunk=len(prompts[0]))
         call = speculative_generate if num_steps else generate
         clock = Stopwatch()
@@ -49,7 +49,8 @@ class Transformers:
         for name in ("random", "rigged"):
             model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
             layers = model.config.num_hidden_layers
-            # transformers finds MTP weights by this pattern, which the class fixes to the published model's 61 layers.
+            # transformers finds MTP weights by this pattern. The class fixes it to the 61 layers of the published
+            # model.
             model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}\..*"]
             self.models[name] = model.eval()
         self.versions = {name: version_of(name) for name in ("torch", "transformers")}
@@ -80,7 +81,7 @@ class Memory:
         self.versions = {"numpy": np.__version__}
 
     def run(self) -> dict[str, Any]:
-        """Returns the bytes per second in the fastest of three passes over 512 MB."""
+        """Returns the bytes per second of the fastest of three passes over 512 MB."""
 
         def measure() -> float:
             begin = time.perf_counter()

@@ -5,8 +5,8 @@
     python -m experiments.decoding.mesh_table --layers 4 --prefill-chunk 0 --output FILE
 
 The whole call, prefill and loop, is compiled ahead of time from shapes (`compat.h100_devices` says what that needs).
-The arguments are weights, caches and the rest of the state. Weights are bfloat16, or fp8 with block scales as
-DeepSeek-V3 stores them.
+The arguments are the weights, the caches and the rest of the state. Weights are bfloat16, or fp8 with block scales as
+in DeepSeek-V3's checkpoint.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from mtpjax.models.sharding import mesh_text
 
 RESULT = RESULTS / "mesh_table.json"
 SLOTS = 4096
-CHUNK = 64  # tokens of a prefill pass; 0: as many as `speculative_generate` takes
+CHUNK = 64  # tokens per prefill pass; 0: as many as `speculative_generate` uses
 # model, fp8, mesh, rows
 CELLS = (
     ("deepseek-v3", True, {"tensor": 8}, 8),
@@ -84,7 +84,7 @@ def measure(
 
 
 def measure_alone(*cell, **settings) -> dict[str, Any]:
-    """Runs `measure` in a separate process, so that its memory is that of this cell alone."""
+    """Runs `measure` in a separate process, so that the process's memory is that of this cell alone."""
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *cell, **settings).result()
 
@@ -92,13 +92,17 @@ def measure_alone(*cell, **settings) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the cells and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=None, help="of the trunk, at most one dense (default: all)")
-    parser.add_argument("--model", default="deepseek-v3", choices=sorted(presets), help="with --mesh (%(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=None, help="number of trunk layers, at most one of them dense (default: all)"
+    )
+    parser.add_argument(
+        "--model", default="deepseek-v3", choices=sorted(presets), help="the model with --mesh (default: %(default)s)"
+    )
     parser.add_argument(
         "--mesh", type=parse_mesh, default=None, help="one mesh, such as data=8,tensor=8 (default: all cells)"
     )
     parser.add_argument("--rows", type=int, default=64, help="rows with --mesh (default: %(default)s)")
-    parser.add_argument("--bf16", action="store_true", help="with --mesh: weights of bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="with --mesh: weights in bfloat16")
     parser.add_argument("--slots", type=int, default=SLOTS, help="cache slots of each row (default: %(default)s)")
     parser.add_argument(
         "--prefill-chunk",
@@ -115,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{number}/{len(cells)} {cell[0]}, {cell[2]}, {cell[3]} rows", file=sys.stderr, flush=True)
         settings = {"layers": options.layers, "slots": options.slots, "prefill_chunk": options.prefill_chunk}
         rows.append(measure_alone(*cell, **settings))
-        # Keep each cell before the next one begins.
+        # Write each cell before the next one begins.
         write(options.output, {**description, "rows": rows})
     table = narrow_table("a decoding call on H100s: compiled, not run; GB per device")
     for heading in (

@@ -2,8 +2,8 @@
 
 `python -m experiments.decoding.policy_regret [--measured] [--output FILE]` prints one cell for each
 acceptance process, cost curve, batch size and length. Regret is the policy's additional time per token, compared with
-the fixed depth (0 included) that is best for the process. The policy knows the costs, and with `--measured` also the
-acceptance rates measured on other rows from the process.
+the fixed depth (0 included) that is best for the process. The policy knows the costs, and with `--measured` also
+acceptance rates that were measured on other rows from the same process.
 
 There are two modes. In "batch", all rows end at `length` tokens, and time counts until the last row has ended. In
 "stream", a new row replaces each row that ends, and time counts until the batch has made the same number of tokens.
@@ -33,15 +33,15 @@ from mtpjax.evaluation.profile_file import MIN_RATE
 LEVELS = 7
 BATCHES, LENGTHS, MODES = (1, 4, 16, 64), (64, 256), ("batch", "stream")
 SEEDS = {1: 1024, 4: 384, 16: 128, 64: 48}
-HARD, EASY, DWELL = 0.3, 0.95, 24  # two rates, and the mean length of a stretch of one of them in tokens
+HARD, EASY, DWELL = 0.3, 0.95, 24  # two rates, and the mean number of tokens in a stretch with one of them
 PROCESSES = {
     **{f"constant {rate}": {"rate": rate} for rate in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.98)},
-    "falling 0.8": {"rate": 0.8, "fall": 0.65},  # the rate falls by this factor per level
+    "falling 0.8": {"rate": 0.8, "fall": 0.65},  # the rate is multiplied by this factor at each level
     "falling 0.9": {"rate": 0.9, "fall": 0.8},
-    "cliff": {"rate": 0.9, "beyond": 0.1},  # level 1, and the factor of all levels after it
+    "cliff": {"rate": 0.9, "beyond": 0.1},  # the rate of level 1, and the factor for all later levels
     "regimes": {},  # stretches of easy and hard text
     "mixed rows": {},  # every second row is easy, the others are hard
-    "drops": {"first": 0.9, "second": 0.3},  # in the first and in the second half of the row
+    "drops": {"first": 0.9, "second": 0.3},  # the rates in the first and in the second half of the row
     "rises": {"first": 0.3, "second": 0.9},
     "period 3": {"rate": 1.0, "period": 3},  # every third token is unpredictable, the others are certain
     "period 4": {"rate": 1.0, "period": 4},
@@ -50,7 +50,7 @@ PROCESSES = {
 
 
 class Cell(NamedTuple):
-    """The policy on one process and cost curve. Regret and error are shares of the best fixed depth's time."""
+    """The policy's result for one process and cost curve. Regret and error are relative to the best fixed depth."""
 
     mode: str
     batch: int
@@ -71,9 +71,9 @@ def cost_curves(batch: int) -> dict[str, np.ndarray]:
         return 16.6 + 20.4 / 8 * 256 * (1 - (1 - 8 / 256) ** tokens)
 
     return {
-        "gpu": 1 + 0.02 * depth + 0.1 * depth,  # reads weights: more tokens are nearly free
+        "gpu": 1 + 0.02 * depth + 0.1 * depth,  # memory-bound: more tokens are nearly free
         "cpu": 1 + 0.5 * depth + 0.06 * depth,
-        "compute": 1 + 0.95 * depth + 0.04 * depth,  # a large batch: every token costs its share
+        "compute": 1 + 0.95 * depth + 0.04 * depth,  # compute-bound: each token adds its share
         "moe": bytes_read(batch * (depth + 1)) / bytes_read(batch) + 0.05 * depth,
     }
 
@@ -91,7 +91,7 @@ def draw(process: str, batch: int, length: int, seeds: int, *, seed: int = 0) ->
     Returns:
         `margin [seeds, B, positions]` and `fall [LEVELS]`. A draft is accepted if their product is above 1.
     """
-    # The acceptance rate at each position, by process.
+    # Compute the acceptance rate at each position, by process.
     rng, kind = np.random.default_rng(seed), PROCESSES[process]
     positions = length + LEVELS
     rate = np.full((seeds, batch, positions), kind.get("rate", 0.0), np.float32)
@@ -201,7 +201,7 @@ def measure(
     """Measures one process at one batch size, length and mode. Returns a cell for every cost curve."""
     seeds = seeds or SEEDS[batch]
     margin, fall = draw(process, batch, length, seeds)
-    # Measured rates come from other rows of the same process.
+    # Measure rates on other rows from the same process.
     known = acceptance(*draw(process, batch, length, seeds, seed=1), length=length)[0] if is_measured else None
     rounds = np.asarray(rounds_at_fixed(margin, fall, length=length, mode=mode))
     cells = []
@@ -248,7 +248,7 @@ def main() -> None:
     for mode in MODES:
         for batch, length in itertools.product(options.batch_size, LENGTHS):
             if mode == "stream" and batch == 1:
-                continue  # with one row the two modes differ only in the last round
+                continue  # with one row, the two modes differ only in the last round
             measured = [measure(name, batch, length, mode, is_measured=options.measured) for name in PROCESSES]
             cells = [cell for of_process in measured for cell in of_process]
             console.print(_table(mode, batch, length, cells))

@@ -30,7 +30,7 @@ from mtpjax.models.presets import presets
 from mtpjax.serving.bench.speedup import PUBLISHED
 
 MODEL, MESH = "deepseek-v3", {"tensor": 8}
-# The whole bandwidth and rate of the data sheet.
+# The full bandwidth and rate from the data sheet.
 ROOFLINE = dataclasses.replace(DEVICES["mi300x"], bandwidth_share=1.0, fp8_bandwidth_share=1.0, flops_share=1.0)
 FIXED_COSTS = (0.0, 2e-3, 5e-3, 10e-3, 20e-3, 40e-3, 80e-3)  # seconds, of the scan
 RESULT = RESULTS / "published_speedup.json"
@@ -54,7 +54,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Seconds of a step at the roofline by number of concurrent requests, without and with drafts."""
+    """Seconds of a step at the roofline for each number of concurrent requests, without and with drafts."""
 
     requests: np.ndarray
     plain: np.ndarray
@@ -77,11 +77,11 @@ def roofline_steps(num_steps: int, context: int) -> Steps:
 def speedups(steps: Steps, fit: Fit) -> np.ndarray:
     """Returns the speed-up of a request's time at each concurrency.
 
-    While a request decodes, each of the others is prefilled once, and decoding waits: per token, a request takes a step
-    (or its part of a round) plus the prefill time of all requests, which drafts do not change.
+    While a request decodes, each of the others is prefilled once, and decoding waits: per token, a request takes the
+    time of a step (or its part of a round) plus the prefill time of all requests, which drafts do not change.
     """
     plain, drafted = steps.plain + fit.fixed_cost, (steps.drafted + fit.fixed_cost) / fit.accept_length
-    # Seconds of one request's prefill for each token that it generates.
+    # Seconds of prefill per generated token of a request.
     prefill = fit.prefill_share / (1 - fit.prefill_share) * (steps.plain[0] + fit.fixed_cost)
     waiting = steps.requests * prefill
     return (plain + waiting) / (drafted + waiting)
@@ -164,7 +164,7 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def tables(result: dict[str, Any]) -> list:
-    """Returns tables of the points, and of the fits with a given fixed cost."""
+    """Makes a table of the points and a table of the fits with a given fixed cost."""
     fit = result["fit"]
     points = narrow_table(f"DeepSeek-V3, one MTP module, 8 x MI300X; fitted with {result['num_steps']} draft levels")
     points.caption = f"fit: accept length {fit['accept_length']:.2f}, prefill {fit['prefill_share']:.1%} of a lone "
@@ -193,7 +193,9 @@ def tables(result: dict[str, Any]) -> list:
 def main(argv: Sequence[str] | None = None) -> int:
     """Fits the row, prints it, and writes the JSON file and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-steps", type=int, default=2, help="draft levels of the published row (%(default)s)")
+    parser.add_argument(
+        "--num-steps", type=int, default=2, help="draft levels of the published row (default: %(default)s)"
+    )
     parser.add_argument("--context", type=int, default=2048, help="tokens in each KV cache (default: %(default)s)")
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     parser.add_argument("--picture", type=pathlib.Path, default=PICTURE)

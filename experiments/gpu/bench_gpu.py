@@ -6,10 +6,10 @@
 
 The weights are random bfloat16, and the batch has one row. Plain decoding is the public call `generate()`, whose time
 per token is (time for all tokens - time for 1) / (all - 1). All implementations run in rotation. The memory limit is
-the minimum number of bytes per round (`experiments/kernels/bytes_moved.py`) at the bandwidth of a large copy, measured
-here. The cost of verifying four tokens is the time of that pass divided by the time of the cheapest plain pass, and
-"outside passes" is the share of a round in which no pass runs. `experiments.gpu.bench_torch` times PyTorch with the
-same shapes. The results are written after every rotation.
+the time for the minimum number of bytes per round (`experiments/kernels/bytes_moved.py`) at the bandwidth of a large
+copy, which is also measured. The cost of verifying four tokens is the time of that pass divided by the time of the
+cheapest plain pass, and "outside passes" is the share of a round in which no pass runs. `experiments.gpu.bench_torch`
+times PyTorch with the same shapes. The results are written after every rotation.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from mtpjax.models.params import param_shapes
 RESULT = RESULTS / "bench_gpu.json"
 DENSE = {"num_mtp_modules": 1, "rope_theta": 500000.0, "max_position_embeddings": 8192}
 MODELS = {
-    "1B": ModelConfig(  # as Llama-3.2-1B, with a head of its own, and one MTP module
+    "1B": ModelConfig(  # Llama-3.2-1B with its own head and one MTP module
         vocab_size=128256,
         hidden_size=2048,
         num_hidden_layers=16,
@@ -69,7 +69,7 @@ DRAFTS = chain_shape(3)
 
 
 def random_params(model: MTPModel, dtype) -> dict:
-    """Makes weights on the device, array by array; the outputs of a matmul are about as large as its inputs."""
+    """Makes weights on the device, array by array. Matmul outputs are about as large as their inputs."""
     shapes = param_shapes(model.config, model.scan_layers)
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -120,7 +120,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
 
         return seconds_per_token(call, options.new_tokens)
 
-    # 1. Plain decoding by the public call. All implementations compile at the same time, and then take turns.
+    # 1. Time plain decoding with the public call. All implementations compile at the same time and then take turns.
     if not options.only_parts:
         begin = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -130,7 +130,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
             for name, model in models.items():
                 took[name].append(plain(model))
             yield {**row, "seconds": took, "costs": {}, **_compared({})}
-    # 2. The parts of a round.
+    # 2. Time the parts of a round.
     if options.only_plain:
         return
     meters = {
@@ -156,7 +156,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
 
 
 def _compared(costs: Mapping[str, RoundCosts]) -> dict[str, dict[str, float]]:
-    """Returns by implementation a verify pass over the cheapest plain one, and the share of a round outside passes."""
+    """Returns, by implementation, verify time over the cheapest plain pass, and the share of a round outside passes."""
     cheapest = min((of.plain for of in costs.values()), default=0.0)
     return {
         "verify": {name: of.verify[DRAFTS] / cheapest for name, of in costs.items()},
@@ -192,18 +192,23 @@ def main(argv: list[str] | None = None) -> int:
         "--models", nargs="+", choices=MODELS, default=["8B", "1B", "16B-A2.4B"], help="(default: %(default)s)"
     )
     parser.add_argument(
-        "--implementation", nargs="+", default=["xla", "triton"], help="of the kernels (default: %(default)s)"
+        "--implementation",
+        nargs="+",
+        default=["xla", "triton"],
+        help="implementations of the kernels (default: %(default)s)",
     )
     parser.add_argument("--prompt-length", type=int, default=1792)
-    parser.add_argument("--new-tokens", type=int, default=129, help="at least 2 (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=129, help="new tokens, at least 2 (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of measurements (default: %(default)s)")
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--only-plain", action="store_true", help="plain decoding alone: compiles a quarter as much")
-    only.add_argument("--only-parts", action="store_true", help="the passes of a round alone, without whole rounds")
-    parser.add_argument(
-        "--loop-outside", action="store_true", help="without the CUDA graph of the whole call: the host runs the loop"
+    only.add_argument(
+        "--only-plain", action="store_true", help="measure only plain decoding, which compiles a quarter as much"
     )
-    parser.add_argument("--quick", action="store_true", help="a toy, with XLA alone: to see that it runs")
+    only.add_argument("--only-parts", action="store_true", help="measure only the passes of a round, not whole rounds")
+    parser.add_argument(
+        "--loop-outside", action="store_true", help="no CUDA graph of the whole call, so the host runs the loop"
+    )
+    parser.add_argument("--quick", action="store_true", help="a toy with XLA alone, to check that the script runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
     if options.new_tokens < 2 or options.prompt_length < 1 or options.repeats < 1:

@@ -10,7 +10,7 @@ one decoding step, including the arg-max, as one CUDA graph. There are three for
 - compiled: one decoder layer and the head are compiled by Inductor. All layers share the layer's code.
 - tuned: the same with coordinate descent over the tile sizes.
 
-There is no prefill: the cache holds zeros, because only its length affects the time. Results are written after every
+There is no prefill. The cache holds zeros, because only its length affects the time. Results are written after every
 cell.
 """
 
@@ -33,7 +33,7 @@ from mtpjax import ModelConfig, presets
 
 RESULT = RESULTS / "bench_torch.json"
 FORMS = ("eager", "compiled", "tuned")
-CACHE_STEP = 256  # slots of the cache are a multiple of it
+CACHE_STEP = 256  # the number of cache slots is a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def tensors(self) -> tuple:
-        """All tensors, in the order of the layer's arguments."""
+        """Returns all tensors, in the order of the layer's arguments."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
@@ -108,7 +108,7 @@ def make_functions(config: ModelConfig) -> tuple[Callable, Callable]:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
     def layer(x, position, mask, cos, sin, norm_attention, qkv, output, norm_mlp, gate_up, down, keys, values):
-        # 1. Attention: project, rotate, write the token's entry into the cache, and attend to all slots so far.
+        # 1. Attention: project, rotate, write the token's entry to the cache, and attend to all slots up to it.
         projected = functional.linear(rms_norm(x, norm_attention), qkv).split((N * H, K * H, K * H), -1)
         query, key, value = (each.view(1, 1, -1, H).transpose(1, 2) for each in projected)
         keys.index_copy_(2, position, rotate(key, cos, sin))
@@ -133,7 +133,7 @@ def compile_functions(functions: tuple[Callable, Callable], form: str) -> tuple[
 
     if form == "eager":
         return functions
-    torch._dynamo.reset()  # forms and models before this one
+    torch._dynamo.reset()  # discard what earlier forms and models compiled
     options = {"coordinate_descent_tuning": form == "tuned"}
     return tuple(torch.compile(each, fullgraph=True, dynamic=False, options=options) for each in functions)
 
@@ -177,7 +177,7 @@ def measure(
 
     run = step
     if on_gpu:
-        # Compile and warm up on another stream, as CUDA's capture requires, then record one step.
+        # Compile and warm up on a different stream, as CUDA's capture requires, then record one step.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -201,7 +201,7 @@ def measure(
             run()
         wait()
         took.append((time.perf_counter() - start) / new_tokens)
-    return {"ready_seconds": ready, "seconds": took[1:]}  # the first one warms up
+    return {"ready_seconds": ready, "seconds": took[1:]}  # the first repeat warms up
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt-length", type=int, default=1792, help="tokens in the cache (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=129, help="steps of a measurement (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each form (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a toy, uncompiled, on any machine")
+    parser.add_argument("--quick", action="store_true", help="a toy on any machine, without compilation")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         options.prompt_length, options.new_tokens, options.repeats = 16, 4, 1
     for config in configs.values():
         if config.is_moe or config.attention != "grouped":
-            parser.error("only dense models with grouped attention have a form in PyTorch here")
+            parser.error("only dense models with grouped attention are implemented in PyTorch here")
     output = options.output or (None if options.quick else RESULT)
     found: dict[str, Any] = about(
         argv,
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     console = Console(highlight=False)
     num_slots = -(-(options.prompt_length + options.new_tokens) // CACHE_STEP) * CACHE_STEP
-    # The forms that are ready first come first: a run that is cut off has a row of each model.
+    # The forms that compile fastest come first, so that an interrupted run has a row for each model.
     with torch.inference_mode():
         decoders = {name: make_decoder(config, num_slots, device) for name, config in configs.items()}
         for form in options.forms:

@@ -6,13 +6,13 @@
     python -m experiments.gpu.gpu_check --list
     python -m experiments.gpu.gpu_check --quick              # on any machine: shows that the steps start
 
-A step that has a result is not run again, so a call that was interrupted continues where it stopped; `--again` runs it
-again. After each step, `summary.json` has its exit code and time, the versions and the device. STEP.json has its
+A step that has a result is not run again, so an interrupted call continues where it stopped; `--again` repeats such
+steps. After each step, `summary.json` has its exit code and time, the versions and the device. STEP.json has its
 figures and STEP.log its output, even if the step was interrupted. The predictions in the docs are compared with the
 measurements. Compiled programs, and the kernels that XLA's autotuning chose, are kept between steps.
 
-With `--minutes`, a step starts only if its planned time is left, and it may take 50 % longer. The steps are in order of
-importance, so an early step may take time from the last ones.
+With `--minutes`, a step starts only if its planned time is left, and it may take 50 % longer than planned. The steps
+are in order of importance, so an early step may use up the time of the last ones.
 
 This process does not use the GPU, because JAX would take three quarters of its memory.
 """
@@ -41,11 +41,11 @@ from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.roofline import DEVICES, predict_round
 
 FOLDER = RESULTS / "gpu_check"
-# Devices of the predictions, by the first words of what JAX calls them. Other H100s have less bandwidth.
+# Devices of the predictions, by the start of JAX's name for them. Other H100s have less bandwidth.
 KINDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "AMD Instinct MI300X": "mi300x"}
-OVERRUN = 1.5  # times its planned time, after which a step is ended
-KEPT_LINES = 40  # of a step's output
-BLOCK_SCALE = "0.0031552670417893266"  # of constructed 1B weights, for an accept length near 2.24
+OVERRUN = 1.5  # a step is ended after this multiple of its planned time
+KEPT_LINES = 40  # kept from a step's output
+BLOCK_SCALE = "0.0031552670417893266"  # gives constructed 1B weights an accept length near 2.24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Step:
         question: the question that it answers.
         command: arguments; "{python}" is this interpreter and "{output}" the step's JSON file.
         minutes: planned time, and the time limit without `--minutes`.
-        needs: programs that must be installed, else the step is skipped.
+        needs: programs that must be installed; otherwise the step is skipped.
         quick: the command with `--quick`; None: the step needs a GPU.
         environment: environment variables of the process.
         quick_minutes: time limit with `--quick`. A busy machine needs much more time than an idle one.
@@ -86,12 +86,12 @@ def _kernels(op: str) -> tuple[str, ...]:
 
 
 _PYTEST = ("{python}", "-m", "pytest", "-n", "0", "-q")
-# Tests spend their time compiling on the host, so many share the GPU.
+# Tests spend most of their time compiling on the host, so many processes share the GPU.
 _GPU_TESTS = ("{python}", "-m", "pytest", "-n", "auto", "--maxprocesses=12", "--dist=load", "-q", "-m", "gpu")
-# pytest-benchmark, where it is installed, warns about several processes, and warnings are errors.
+# If pytest-benchmark is installed, it warns about several processes, and warnings are errors.
 _GPU_TESTS += ("-p", "no:benchmark")
 _GROUPED = ("{python}", "-m", "experiments.kernels.bench_kernels", "--op", "grouped_matmul", "--rounds", "1")
-# Cases of every op, and some of each form of the loop.
+# Cases for every op, and some for each form of the loop.
 _SAMPLE = (
     "reference_on_a_gpu and (block_scaled or size1 or size4-bfloat16 or G9 or G16 or shape2 or linear and bfloat16"
     " or gated_delta and 70)"
@@ -104,7 +104,7 @@ _KEPT_ADDRESSES = {
     "XLA_FLAGS": "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED",
     "XLA_PYTHON_CLIENT_ALLOCATOR": "vmm",
 }
-# The planned times are for 16 cores. Most of each is XLA's trials of matrix products and compiling.
+# The planned times are for 16 cores. XLA's autotuning of matrix products and compiling take most of them.
 FIRST_STEPS = (
     Step(
         "sample",
@@ -115,7 +115,7 @@ FIRST_STEPS = (
         ),
         1.0,
         quick=(*_PYTEST, "tests/pallas_kernels/test_device.py"),
-        environment={"XLA_FLAGS": "--xla_gpu_autotune_level=0"},  # XLA's trials take longer than the tests
+        environment={"XLA_FLAGS": "--xla_gpu_autotune_level=0"},  # XLA's autotuning takes longer than the tests
     ),
     Step(
         "variants",
@@ -160,7 +160,7 @@ FIRST_STEPS = (
         _module("gpu.kernel_variants", "--only", "xla"),
         1.2,
         quick=_module("gpu.kernel_variants", "--quick", "--only", "xla"),
-        # In a folder of their own, or the trials of other steps would answer.
+        # Use a separate folder; otherwise XLA would reuse the autotuning results of other steps.
         environment={
             "XLA_FLAGS": "--xla_gpu_exhaustive_tiling_search=true", "JAX_ENABLE_COMPILATION_CACHE": "false",
         },
@@ -195,7 +195,7 @@ MORE_STEPS = (
         _module("gpu.bench_torch", "--models", "8B", "1B"),
         1.7,
         quick=_module("gpu.bench_torch", "--quick"),
-        environment={"JAX_PLATFORMS": "cpu"},  # JAX is imported, but must not take the GPU's memory
+        environment={"JAX_PLATFORMS": "cpu"},  # the step imports JAX, but must not allocate the GPU's memory
     ),
     Step(
         "host",
@@ -375,7 +375,7 @@ def run_step(
     environment |= step.environment
     begin = time.monotonic()
     with log.open("w") as written:
-        # A session of its own, so that the time limit ends the command's children too.
+        # Start a new session, so that the time limit ends the command's children too.
         child = subprocess.Popen(filled, env=environment, stdout=written, stderr=written, start_new_session=True)
         try:
             code = child.wait(timeout=seconds)
@@ -388,7 +388,7 @@ def run_step(
     return {
         "command": " ".join(command),
         "environment": dict(step.environment),
-        "exit_code": code,  # None: it ran into the time limit
+        "exit_code": code,  # None: it exceeded the time limit
         "seconds": round(time.monotonic() - begin, 1),
         "last_lines": log.read_text(errors="replace").splitlines()[-KEPT_LINES:],
     }
@@ -410,7 +410,7 @@ def time_limit(step: Step, seconds_left: float | None, *, is_quick: bool) -> flo
 
 
 def describe_device() -> dict[str, Any]:
-    """Returns the machine, its GPU and the versions, without taking the GPU's memory."""
+    """Returns the machine, its GPU and the versions, without allocating the GPU's memory."""
     names = ("jax", "jaxlib", "flax", "torch", "triton")
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     found = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
@@ -456,15 +456,15 @@ def compare_with_prediction(file: pathlib.Path) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the steps."""
-    jax.config.update("jax_platforms", "cpu")  # predictions compute shapes; a step chooses its own platform
+    jax.config.update("jax_platforms", "cpu")  # predictions only compute shapes; each step chooses its own platform
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", nargs="+", choices=[step.name for step in STEPS], default=None)
     parser.add_argument("--minutes", type=float, default=None, help="time for all steps (default: no limit)")
     parser.add_argument("--list", action="store_true", help="list the steps")
-    parser.add_argument("--again", action="store_true", help="run also steps that have a result")
-    parser.add_argument("--quick", action="store_true", help="on any machine: show that the steps start")
+    parser.add_argument("--again", action="store_true", help="also run steps that have a result")
+    parser.add_argument("--quick", action="store_true", help="check on any machine that the steps start")
     parser.add_argument(
-        "--platform", choices=("cuda", "rocm"), default="cuda", help="of the GPU (default: %(default)s)"
+        "--platform", choices=("cuda", "rocm"), default="cuda", help="platform of the GPU (default: %(default)s)"
     )
     parser.add_argument("--output", type=pathlib.Path, default=FOLDER, help="folder of the results")
     options = parser.parse_args(argv)
@@ -492,7 +492,7 @@ def main(argv: list[str] | None = None) -> int:
                 step, is_quick=options.quick, folder=options.output, seconds=seconds, platform=options.platform
             )
         results[step.name] = {"date": datetime.date.today().isoformat(), **result}
-        # Keep each result before the next step begins.
+        # Write each result before the next step begins.
         write_text(summary, json.dumps(results, indent=1) + "\n")
         if "skipped" in result:
             print(f"  skipped: {result['skipped']}")

@@ -21,7 +21,7 @@ from tests.helpers.small_models import small_config
 # Shapes of constructed weights.
 SHAPES = {
     **MODELS,
-    "SmolLM2": ModelConfig(  # as SmolLM2-135M, with a head of its own
+    "SmolLM2": ModelConfig(  # SmolLM2-135M with its own head
         vocab_size=49152,
         hidden_size=576,
         num_hidden_layers=30,
@@ -36,7 +36,7 @@ SHAPES = {
 }
 NUM_PROMPTS = 64
 PROMPT_TOKENS = 128
-SCALES = (1e-3, 50.0)  # of the blocks' outputs; the accept length falls from its maximum to 1 between them
+SCALES = (1e-3, 50.0)  # scales of the blocks' outputs; between them the accept length falls from its maximum to 1
 SEARCH_STEPS = 12
 
 
@@ -68,11 +68,12 @@ class Subject:
 def constructed(name: str, *, num_steps: int, accept_length: float, scale: float | None = None) -> Subject:
     """Makes weights whose drafts are right about as often as in a trained model.
 
-    The head maps a token to its successor, and the module returns the newest token. So trunk and module agree unless
-    the blocks' outputs change a prediction. A search scales these outputs until the accept length is close to the goal.
+    The head maps a token to its successor, and the module returns the newest token. So the trunk and the module agree
+    unless the blocks' outputs change a prediction. A search scales these outputs until the accept length is close to
+    the goal.
 
     Args:
-        name: one of `SHAPES`, in bfloat16; "toy": a small one in float32.
+        name: one of `SHAPES`, in bfloat16; "toy": a small shape in float32.
         num_steps: draft levels.
         accept_length: the goal.
         scale: the result of an earlier search; None: search.
@@ -180,7 +181,7 @@ class NumberTokenizer:
     encode_plain = encode
 
     def reads_template_variable(self, name: str) -> bool:
-        """There is no template."""
+        """Returns False, because there is no template."""
         return False
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -212,7 +213,7 @@ def successor_params(model: MTPModel, dtype) -> dict:
     embedding, head = embed(jax.random.key(1))
 
     def pass_on(path, leaf):
-        # A module's input projection passes on its first half, the embedding of the newest token.
+        # A module's input projection passes on its first half, which is the embedding of the newest token.
         if path[-1].key == "project":
             return jnp.concatenate([jnp.eye(D, dtype=dtype), leaf[D:]])
         return leaf

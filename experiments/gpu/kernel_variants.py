@@ -5,21 +5,22 @@
     python -m experiments.gpu.kernel_variants --only once      # each kernel once, for a profiler
     python -m experiments.gpu.kernel_variants --quick          # interpreted, on any machine: shows that it runs
 
-A layer is that of Llama-3.2-1B without attention: the products qkv, o, gate and up, and down, and two `add_rms_norm`.
-The layers have different weights, so they come from memory, and run in turns inside one CUDA graph. The variants:
+A layer is a layer of Llama-3.2-1B without attention: the products qkv, o, gate and up, and down, and two
+`add_rms_norm`. The layers have different weights, which therefore come from memory, and run in turn inside one CUDA
+graph. The variants:
 
 - unchanged: the kernels of the library.
 - trigger: each kernel lets the next one start early (`griddepcontrol.launch_dependents`). Every kernel that XLA
   compiles waits for the end of the one before it first (`griddepcontrol.wait`), so results stay the same.
 - 2 parts, 4 parts: qkv, o and down split their sums into at most this many parts.
-- narrow tiles: 256 inputs x 32 columns, which need fewer parts for the same number of programs.
+- narrow tiles: 256 inputs x 32 columns, with which the same number of programs needs fewer parts.
 - last program: of the programs that share columns of o and down, the last one adds their parts.
-- prefetch: while one program of `add_rms_norm` adds and normalises, others read the next weights into the L2 cache.
+- prefetch: while one program of `add_rms_norm` adds and normalizes, others read the next weights into the L2 cache.
 - one row: one row instead of two.
 
-Every variant's result is compared with that of the unchanged kernels. Alone, each product is timed with different
-weights, from memory, and with the same weights again, which stay in the L2 cache if they fit: the maximum that a
-prefetch could gain. Results are written after every figure.
+Every variant's result is compared with the result of the unchanged kernels. Alone, each product is timed with different
+weights, which come from memory, and with the same weights again, which stay in the L2 cache if they fit. The difference
+is the maximum that a prefetch could gain. Results are written after every figure.
 """
 
 import argparse
@@ -54,14 +55,14 @@ from pallas_kernels.partial_sums import PartialSums, load_sum
 
 RESULT = RESULTS / "kernel_variants.json"
 NUM_PREFETCHING = 128  # programs
-PREFETCH_TILE = 8, 1024  # inputs, and the maximum number of columns, that a program reads at a time
+PREFETCH_TILE = 8, 1024  # the numbers of inputs and (at most) columns that a program reads at a time
 MAX_PREFETCHED = 2**23  # elements
 TILE = 256, 32  # "narrow tiles": inputs and columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a layer: width, outputs of qkv, width of the feed-forward network; and the number of layers."""
+    """The width of a layer, the outputs of qkv, the width of the feed-forward network, and the number of layers."""
 
     D: int = 2048
     qkv: int = 3072
@@ -83,7 +84,7 @@ class Variant:
     """A variant of the kernels.
 
     Attributes:
-        patches: what replaces functions of the kernels' modules while the layers are traced.
+        patches: replacements for functions of the kernels' modules while the layers are traced.
         adds_in_last_program: o and down add their parts.
         prefetches: `add_rms_norm` reads the next weights.
         rows: rows of the residual stream.
@@ -103,7 +104,7 @@ def start_next_early() -> list[Any]:
         index = program_id(axis)
         if axis:
             return index
-        # The index passes through the instruction, because a result that nobody reads is removed.
+        # The index passes through the instruction, because an unused result would be removed.
         asm = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
         result = jax.ShapeDtypeStruct((1,), jnp.int32)
         (passed,) = plt.elementwise_inline_asm(
@@ -138,12 +139,12 @@ VARIANTS = {
 
 
 def matmul_in_last_program(x, weights, counters, *, interpret: bool) -> tuple[PartialSums, jax.Array]:
-    """Multiplies rows by a matrix; of the programs of a column of tiles, the last one adds the parts in their order.
+    """Multiplies rows by a matrix; the last program of a column of tiles adds the parts in order.
 
     Args:
         x: [n, D].
         weights: [D, F].
-        counters: [columns of tiles] or more, int32: zero, before and after the call.
+        counters: [columns of tiles] or more, int32; they are zero before and after the call.
 
     Returns:
         The product [n, F] as one part, and the counters.
@@ -160,7 +161,7 @@ def matmul_in_last_program(x, weights, counters, *, interpret: bool) -> tuple[Pa
             x_ref, weights_ref, parts_ref, padded=padded, tile=(inputs, columns), block=128, dtype=x.dtype,
             num_columns=[num_columns], has_row_blocks=False, has_scales=False, is_integer_fp8=False,
         )  # fmt: skip
-        # All stores of this program come before its count, and the count before the last program's loads.
+        # All stores of this program precede its count, and the count precedes the last program's loads.
         if not interpret:
             plt.debug_barrier()
         count = plt.atomic_add(counters_ref, (program,), jnp.int32(1))
@@ -219,7 +220,7 @@ def norm_with_prefetch(x, update: PartialSums, scale, weights, *, interpret: boo
 
             first, last = ((program - 1 + each) * num_tiles // NUM_PREFETCHING for each in (0, 1))
             total = jax.lax.fori_loop(first, last, read, jnp.zeros((inputs, columns)))
-            plt.store(read_ref.at[program - 1], jnp.sum(total))  # else the loads would be removed
+            plt.store(read_ref.at[program - 1], jnp.sum(total))  # otherwise the loads would be removed
 
     total, normed, _ = pl.pallas_call(
         kernel,
@@ -260,9 +261,9 @@ def run_layers(stream, layers: Sequence[dict], counters, *, variant: Variant, im
     normed = stream
     for layer, following in zip(layers, [*layers[1:], layers[0]], strict=True):
         qkv = multiply(normed, layer["qkv"])
-        heads = qkv.total()[:, :width]  # instead of attention: one small kernel
+        heads = qkv.total()[:, :width]  # one small kernel instead of attention
         update, counters = add(heads, layer["o"], counters)
-        # The weights that the next kernel reads. Of gate and up there are more than one `add_rms_norm` has time for.
+        # The weights that the next kernel reads. Gate and up are too large to be read during one `add_rms_norm`.
         stream, normed = norm(stream, update, layer["scale"], layer["gate_up"])
         gated = gated_matmul(normed, layer["gate_up"], implementation=implementation)
         update, counters = add(gated, layer["down"], counters)
@@ -288,7 +289,7 @@ def make_layers(sizes: Sizes, dtype) -> list[dict[str, jax.Array]]:
 
 
 def timed(step: Callable[[Any, Any], Any], carry: Any, weights: Any, repeats: int) -> tuple[float, Any]:
-    """Returns the seconds of one step, and the carry after one: steps run in a loop, in one CUDA graph.
+    """Returns the seconds per step, and the carry after one step. Steps run in a loop in one CUDA graph.
 
     The weights are arguments: arrays that a function closes over would become constants of the program.
     """
@@ -313,11 +314,11 @@ def measure_layers(sizes: Sizes, names: Sequence[str], implementation: str, dtyp
 
         def step(carry, layers, variant=variant):
             stream, counters = run_layers(carry[0], layers, carry[1], variant=variant, implementation=implementation)
-            return (stream * jnp.asarray(0.5, dtype)), counters  # so that it does not grow
+            return (stream * jnp.asarray(0.5, dtype)), counters  # so that the stream does not grow
 
         row: dict[str, Any] = {"variant": name}
         try:
-            jax.clear_caches()  # traces do not know what was replaced
+            jax.clear_caches()  # cached traces ignore the replacements
             with contextlib.ExitStack() as stack:
                 for patch in variant.patches():
                     stack.enter_context(patch)
@@ -325,7 +326,7 @@ def measure_layers(sizes: Sizes, names: Sequence[str], implementation: str, dtyp
             expected.setdefault(variant.rows, found)
             row |= {"us_per_layer": 1e6 * seconds / sizes.num_layers, "counters_are_zero": not np.any(counters)}
             row |= {"error": relative_error(found, expected[variant.rows])}
-        except Exception as reason:  # one variant that fails must not end the others
+        except Exception as reason:  # a failing variant must not stop the others
             row |= {"failed": f"{type(reason).__name__}: {reason}"[:500]}
         yield row
 
@@ -346,7 +347,8 @@ def measure_products(sizes: Sizes, implementation: str, dtype, rows: int) -> Ite
                         out = gated_matmul(x, each, implementation=implementation)
                     else:
                         out = partial_matmul(x, each, implementation=implementation).parts[0]
-                    # The next product depends on this one, by a small kernel. XLA must not compute one output alone.
+                    # A small kernel makes the next product depend on all of this one, so that XLA computes every
+                    # output.
                     out = jax.lax.optimization_barrier(out)
                     x = jnp.where(out[0, 0] > 1e30, 0, x)
                 return x
@@ -358,7 +360,7 @@ def measure_products(sizes: Sizes, implementation: str, dtype, rows: int) -> Ite
 
 
 def measure_norms(sizes: Sizes, implementation: str, dtype) -> Iterator[dict[str, Any]]:
-    """Times `add_rms_norm` alone: with one part to 16, of one row and two. The parts are in the L2 cache."""
+    """Times `add_rms_norm` alone on one and two rows with 1 to 16 parts, which are in the L2 cache."""
     for rows, parts in itertools.product((1, 2), (1, 2, 4, 8, 16)):
         update = PartialSums(1e-3 * jax.random.normal(jax.random.key(1), (parts, rows, sizes.D)), jnp.dtype(dtype))
         scale = jnp.ones(sizes.D, dtype)
@@ -378,7 +380,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("layers", "alone", "xla", "once"), help="(default: layers and alone)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="small, on any machine: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes on any machine, to check that the script runs"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
     if not options.quick and jax.default_backend() != "gpu":

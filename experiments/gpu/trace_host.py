@@ -9,11 +9,12 @@
 
     python -m experiments.gpu.trace_host --requests 64           # what the calls of arriving requests wait for
 
-One request of a model with constructed weights, or several at once, with drafts and without. The calls are measured in
-two forms: unchanged, and with host arrays replaced by arrays that stay on the device, so that a call transfers
-nothing and these addresses never change. Each form runs three times: to compile and record graphs, for the times of
-`experiments.serving.bench_engine`, and under `jax.profiler`, whose events are summed by name. A profile slows the calls
-down, so its sums show shares, not times. Results are written after every form.
+A model with constructed weights processes one request, or several at once, with and without drafts. The calls are
+measured in two forms: unchanged, and with host arrays replaced by arrays that stay on the device, so that a call
+transfers nothing and these addresses never change. Each form runs three times: first to compile and record graphs,
+then to measure the times as in `experiments.serving.bench_engine`, and then under `jax.profiler`, whose events are
+summed by name. A profile slows the calls down, so its sums show shares, not times. Results are written after every
+form.
 """
 
 import argparse
@@ -45,9 +46,9 @@ from mtpjax.serving.program_set import PendingCall
 from mtpjax.serving.request import Request
 
 RESULT = RESULTS / "trace_host.json"
-KEPT_NAMES = 60  # of events and of lines of XLA's log
+KEPT_NAMES = 60  # maximum number of events, and of lines of XLA's log
 KEPT_CALLS = 60  # of a load
-KEPT_LINES = 40  # of XLA's log, without changes
+KEPT_LINES = 40  # lines of XLA's log that are kept unchanged
 MAX_LINE = 400  # characters
 
 
@@ -73,7 +74,7 @@ def inputs_on_device(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
-        del session.run  # the class's own method again
+        del session.run  # restores the class's own method
 
 
 @contextlib.contextmanager
@@ -103,7 +104,7 @@ def summarize_log(lines: list[str]) -> dict[str, Any]:
 
 
 def describe_calls(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
-    """Returns the first calls of a load: kind, rows, and milliseconds since the first call began."""
+    """Returns the kind and rows of the first calls of a load, and their milliseconds since the first call began."""
     begin = calls[0].began
     return [
         {
@@ -118,7 +119,7 @@ def describe_calls(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
 
 
 def ramp_times(calls: Sequence[TracedCall]) -> dict[str, Any]:
-    """Summarizes calls while requests arrive: from the first call to the last prefill, and of the decoding after it."""
+    """Summarizes the calls while requests arrive, up to the last prefill, and the decoding calls after it."""
     last = max(index for index, traced in enumerate(calls) if traced.call.is_prefill)
     ramp, steady = calls[: last + 1], calls[last + 1 :]
 
@@ -149,7 +150,8 @@ def profile(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
         requests: the requests, all at once.
 
     Returns:
-        By kind of thread, "host" or the device's stream: events by name, with their number and milliseconds in all.
+        For each kind of thread ("host" or the device's stream), the number and the total milliseconds of events by
+        name.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -190,7 +192,7 @@ def measure(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
         return {**found, "log": summarize_log(lines)}
     try:
         return {**found, "profile": profile(engine, requests)}
-    except Exception as reason:  # a machine without the profiler's library still has the times
+    except Exception as reason:  # without the profiler's library, the times are still measured
         return {**found, "profile_failed": f"{type(reason).__name__}: {reason}"}
 
 
@@ -199,10 +201,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=gpu_models.SHAPES, default="1B", help="(default: %(default)s)")
     parser.add_argument("--num-steps", type=int, default=2, help="draft levels (default: %(default)s)")
-    parser.add_argument("--block-scale", type=float, default=0.0031552670417893266, help="of `bench_engine_gpu`")
-    parser.add_argument("--rounds-per-call", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=192, help="of the request (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=1, help="at once (default: %(default)s)")
+    parser.add_argument("--block-scale", type=float, default=0.0031552670417893266, help="as in `bench_engine_gpu`")
+    parser.add_argument("--rounds-per-call", type=int, default=2, help="rounds per call (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=192, help="new tokens per request (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=1, help="number of simultaneous requests (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="a toy, on any machine: shows that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)

@@ -3,14 +3,14 @@
     python -m experiments.kernels.bench_kernels                       # all cases
     python -m experiments.kernels.bench_kernels --op verify_attention --rounds 5
 
-Every case in `experiments/kernels/kernel_cases.py` is first compared with the XLA form on random data, and then timed:
-the kernel, the XLA form and the peers run in rotation. One call runs a case on several copies of its inputs, more than
-the cache holds, so that neither the cache nor the transfer to the device is measured. The limit of a case is the larger
-of two times: its bytes at the bandwidth of a large copy, and its operations at the rate of a large bfloat16 matmul,
-both measured here.
+Every case in `experiments/kernels/kernel_cases.py` is first compared with the XLA form on random data. Then the kernel,
+the XLA form and the peers are timed in rotation. One call runs a case on several copies of its inputs, more than fit
+into the cache, so that neither the cache nor the transfer to the device affects the time. The limit of a case is the
+larger of the time for its bytes at the bandwidth of a large copy and the time for its operations at the rate of a large
+bfloat16 matmul; both rates are measured first.
 
 Rewrites `experiments/results/bench_kernels.json` after every case. With `--use`, also writes the fastest forms of the
-cases with right results to the user's file of measurements (`pallas_kernels/measurements.py`), which
+cases with correct results to the user's file of measurements (`pallas_kernels/measurements.py`), which
 `implementation="auto"` reads. `mtpjax tune` measures the shapes of one model. The exit code is 1 if a kernel is wrong
 or did not run, and 3 if there is no GPU.
 """
@@ -36,14 +36,14 @@ from mtpjax.evaluation.tune import seconds_per_call
 from pallas_kernels import measurements
 
 RESULT = RESULTS / "bench_kernels.json"
-AT_ONCE = 256 * 2**20  # bytes of inputs that one call goes through, several times a GPU's cache
+AT_ONCE = 256 * 2**20  # bytes of inputs that one call reads; several times a GPU's cache
 MOST_COPIES = 64
 seconds = functools.partial(seconds_per_call, least=0.05)  # of one call
 TOLERANCE = 2e-2  # relative error of bfloat16 results; with float32 inputs and sums it is around 1e-6
 
 
 def limits(length: int = 2**30, width: int = 8192) -> tuple[float, float]:
-    """Bytes a second of a float32 copy, read and written, and operations a second of a square bfloat16 product."""
+    """Returns the bytes per second of a float32 copy, and the operations per second of a square bfloat16 product."""
     numbers = jax.random.normal(jax.random.key(0), (length,), jnp.float32)
     matrix = jax.random.normal(jax.random.key(1), (width, width), jnp.bfloat16)
     copy = functools.partial(jax.jit(lambda x: x + 1), numbers)
@@ -65,9 +65,10 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Returns the error against the XLA form, and the seconds of every round by form.
+    """Returns the error relative to the XLA form, and the seconds of every round for each form.
 
-    If a form fails because of its shape, a missing library or memory, "failed" has the reason; the others continue.
+    If a form fails because of its shape, a missing library or memory, "failed" contains the reason; the others
+    continue.
     """
     failed: dict[str, str] = {}
 
@@ -109,7 +110,7 @@ def repeated(form: Callable[..., Any], inputs: list[tuple], carried: int | None)
     if carried is None:
         return functools.partial(jax.jit(lambda inputs: [form(*each) for each in inputs]), inputs)
     before, after = ([each[part] for each in inputs] for part in (slice(carried), slice(carried + 1, None)))
-    held = [each[carried] + 0 for each in inputs]  # copies, for they are given away
+    held = [each[carried] + 0 for each in inputs]  # copies, because they are donated
 
     @functools.partial(jax.jit, donate_argnums=0)
     def call(held, before, after):
@@ -140,9 +141,9 @@ def fastest_table(rows: list[Mapping]) -> dict[str, list]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", nargs="+", default=[], help="only these ops")
+    parser.add_argument("--op", nargs="+", default=[], help="measure only these ops")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each form (default: %(default)s)")
-    parser.add_argument("--use", action="store_true", help="let implementation='auto' go by these figures")
+    parser.add_argument("--use", action="store_true", help="let implementation='auto' use these measurements")
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     options = parser.parse_args(argv)
     known = sorted({case.op for case in cases()})

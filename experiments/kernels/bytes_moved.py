@@ -5,16 +5,16 @@
     python -m experiments.kernels.bytes_moved --models M 16B-A2.4B --page-size 16   # caches in pages too
 
 Nothing runs: the round is compiled ahead of time for an H100 (`compat.h100_devices` says what that needs) from shapes
-alone, and its bytes are counted in the compiled loop (`experiments/common/hlo_bytes.py`); a Triton kernel moves what it
-declares. The minimum is every weight that a pass needs once, and every cache once.
+alone, and its bytes are counted in the compiled loop (`experiments/common/hlo_bytes.py`); for a Triton kernel, the
+bytes that it declares count. The minimum counts every weight that a pass needs once, and every cache once.
 
-Bytes are what is requested from memory. For XLA's kernels, each operand counts once. For our kernels, everything that
-their programs load counts, except that data which programs share through the L2 cache counts once: at most a few MB of
-activations (`pallas_kernels/cost.py`). Loads from the L2 cache have a separate column. Caches and weights that are
-loaded twice always count twice.
+Only bytes that are requested from memory count. For XLA's kernels, each operand counts once. For our kernels,
+everything that their programs load counts, but data that programs share through the L2 cache (at most a few MB of
+activations, `pallas_kernels/cost.py`) counts once. Loads from the L2 cache have a separate column. Caches and weights
+that are loaded twice always count twice.
 
-The count assumes the maximum: every row is as long as its cache, and the tokens of a pass choose different experts as
-long as there are any. The weights are bfloat16, or fp8 with scales in the experts if the model has them.
+The count assumes the maximum, so every row is as long as its cache, and the tokens of a pass choose as many different
+experts as possible. The weights are bfloat16, or fp8 with scales in the experts if the model has them.
 """
 
 import argparse
@@ -52,9 +52,9 @@ from mtpjax.models.config import Implementation
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
 
-BAR = 1.10  # of the minimum, with kernels
-MAX_TEMP = 100 * 10**6  # bytes of temporary memory, besides those of one layer's cache
-BANDWIDTH = 3.35e12  # of an H100 SXM, bytes a second
+BAR = 1.10  # maximum ratio to the minimum, with kernels
+MAX_TEMP = 100 * 10**6  # bytes of temporary memory in addition to one layer's cache
+BANDWIDTH = 3.35e12  # of an H100 SXM, in bytes per second
 RESULT = RESULTS / "bytes_moved.json"
 
 
@@ -67,7 +67,7 @@ class Subject:
     has_fp8_experts: bool = False
 
 
-LITE = ModelConfig(  # as DeepSeek-V2-Lite, and one MTP module
+LITE = ModelConfig(  # DeepSeek-V2-Lite with one MTP module
     vocab_size=102400,
     hidden_size=2048,
     num_hidden_layers=27,
@@ -99,7 +99,7 @@ CELLS = ((1, 0), (1, 1), (1, 3), (8, 0), (8, 3))  # rows and draft levels
 def round_of(
     subject: Subject, batch: int, num_steps: int, implementation: Implementation, page_size: int | None = None
 ):
-    """A loop of rounds as a jitted function, the shapes of its arguments; with a page size, its caches are in pages."""
+    """Returns a jitted loop of rounds and its arguments' shapes. With a page size, the caches are in pages."""
     model = MTPModel(subject.config, implementation=implementation)
     config = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(config)
@@ -123,7 +123,7 @@ def round_of(
 
 
 def as_stored(path, leaf, *, dtype, has_fp8_experts: bool):
-    """A parameter as a checkpoint holds it; `path` is its path of keys."""
+    """Converts a parameter to the form in which a checkpoint stores it; `path` is its path of keys."""
     axis = {"experts/gate_up": -3, "experts/down": -2}.get("/".join(key.key for key in path[-2:]))  # of the input
     if axis is None or not has_fp8_experts:
         return leaf.astype(dtype)
@@ -133,7 +133,7 @@ def as_stored(path, leaf, *, dtype, has_fp8_experts: bool):
 
 
 def passes_of(config: ModelConfig, batch: int, num_steps: int) -> dict[str, list[int]]:
-    """The passes of a round through the trunk and through each module: the tokens that each takes."""
+    """Returns the number of tokens in each pass of a round, for the trunk and for each module."""
     modules = min(config.num_mtp_modules, num_steps)
     passes = {"trunk": [batch * (num_steps + 1)], **{f"mtp_{index}": [] for index in range(modules)}}
     for level in range(1, num_steps + 1):  # as in `mtpjax.drafters.cached`: the last module is recycled
@@ -161,14 +161,14 @@ def least_bytes(config: ModelConfig, batch: int, num_steps: int, path: str, leaf
 
 
 def least_of_all(config: ModelConfig, batch: int, num_steps: int, shapes) -> list[int]:
-    """`least_bytes` of each array of parameters and state, in the order of `jax.tree.leaves(shapes)`."""
+    """Returns `least_bytes` for each array of parameters and state, in the order of `jax.tree.leaves(shapes)`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(dict(zip(("params", "state"), shapes, strict=True)))
     names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
     return [least_bytes(config, batch, num_steps, name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
 
 
 def layer_cache_bytes(subject: Subject, batch: int) -> int:
-    """The bytes of one layer's cache of the trunk, the largest."""
+    """Returns the bytes of the trunk's largest layer cache."""
     _, (_, state) = round_of(subject, batch, 0, "xla")
     return max(sum(leaf.size * leaf.dtype.itemsize for leaf in layer.values()) for layer in state.trunk.layers)
 
@@ -189,10 +189,10 @@ class Count:
     nbytes: int
     groups: tuple[Group, ...]  # the largest excess first
     kernels: Mapping[str, int]  # bytes that Triton kernels declare, by name
-    from_l2: int  # not among `nbytes`: what their programs load again from the L2 cache
+    from_l2: int  # bytes that the kernels load again from the L2 cache; not in `nbytes`
     outside: int  # bytes moved before and after the loop, not per round
-    unread: int  # of the minimum, what was not seen to be read: little, from a copy, or the count has lost an array
-    temp: int = 0  # memory that the program holds besides its arguments and results
+    unread: int  # bytes of the minimum that no counted read covers; if not small, an array was missed
+    temp: int = 0  # bytes of memory in addition to arguments and results
 
 
 def count_round(
@@ -222,7 +222,7 @@ def count_round(
 
 
 def _declared_bytes(declared: Iterable[Declared], is_from_l2: bool):
-    """For `Counter`: what a Triton call, told by its name and its arrays, asks memory for, or the L2 cache again."""
+    """Returns a function for `Counter`: the bytes that a Triton call loads from memory, or again from the L2 cache."""
 
     def key(name, arrays):
         return re.sub(r"\W", "_", name), tuple(arrays)
@@ -247,7 +247,7 @@ def kernel_name(instruction: Instruction) -> str:
 
 
 def _turns(config: ModelConfig, loop: Instruction) -> int:
-    """Turns of a loop whose end is in the data: of the rounds one, of a pass's experts all that its rows can choose."""
+    """Returns the turns of a loop that ends depending on data: one round, or all experts that a pass can choose."""
     if re.search(r"/experts/(.*/)?while$", loop.source):
         matrices = {array.shape for array in loop.results if len(array.shape) == 2}
         [rows] = {rows for rows, width in matrices if width == config.hidden_size}
@@ -258,7 +258,7 @@ def _turns(config: ModelConfig, loop: Instruction) -> int:
 
 
 def tally(moved: Iterable[Moved], least: list[int], from_l2: int = 0) -> Count:
-    """Sums what was moved. Of each array so many bytes read are needed as `least` says; the rest is excess."""
+    """Sums the moved bytes. Up to `least` bytes read from an array are needed; the rest is excess."""
     left = list(least)
     groups: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     kernels: collections.Counter[str] = collections.Counter()
@@ -285,7 +285,7 @@ def tally(moved: Iterable[Moved], least: list[int], from_l2: int = 0) -> Count:
 
 
 def _place(one: Moved) -> str:
-    """Where an instruction comes from, alike for all layers. Bodies that XLA made one bear the name of one of them."""
+    """Returns an instruction's source, the same for all layers. Bodies that XLA merged have the name of one of them."""
     rounds, *inner = one.loops
     source = one.instruction.source or one.instruction.opcode
     if inner:
@@ -318,7 +318,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Bytes over the minimum, a pair of bars for each cell."""
+    """Plots the bytes divided by the minimum as a pair of bars for each cell."""
     with picture(path, (9, 0.42 * len(rows) + 1.2)) as figure:
         draw(figure.subplots(), rows)
 
@@ -346,9 +346,9 @@ def draw(axes, rows: list[dict[str, Any]]) -> None:
 
 
 def measure(name: str, batch: int, num_steps: int) -> dict[str, Any]:
-    """One cell: the minimum, and both forms beside it."""
+    """Measures one cell; returns the minimum and the counts of both forms."""
     with_kernels, least = count_round(SUBJECTS[name], batch, num_steps, "triton")
-    without = with_kernels  # the same program, where it has none
+    without = with_kernels  # the same program, if it has no kernels
     if with_kernels.kernels:
         without, _ = count_round(SUBJECTS[name], batch, num_steps, "xla")
     row: dict[str, Any] = {"model": name, "batch": batch, "drafts": num_steps, "minimum": least}
@@ -368,7 +368,7 @@ def measure(name: str, batch: int, num_steps: int) -> dict[str, Any]:
 
 
 def compare_pages(names: Iterable[str], page_size: int, output: pathlib.Path) -> None:
-    """Counts rounds whose caches are in pages, all full, beside those with contiguous caches."""
+    """Compares rounds whose caches are in pages with rounds that have contiguous caches. All caches are full."""
     rows = []
     description = about(page_size=page_size)
     for name, batch, form in itertools.product(names, (1, 8), ("triton", "xla")):

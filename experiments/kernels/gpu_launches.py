@@ -4,7 +4,7 @@
     python -m experiments.kernels.gpu_launches --models M --drafts 3
 
 Nothing runs: a round is compiled ahead of time for an H100 from shapes alone, with two and with three layers of a kind.
-The difference is what one layer launches; copies between device buffers count too.
+The difference is the number of kernels that one layer launches; copies between device buffers count too.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Reads what XLA runs for a module that was compiled for a GPU: its kernels, copies, loops and CUDA graphs.
+"""Reads which kernels, copies, loops and CUDA graphs XLA runs for a module that was compiled for a GPU.
 
-XLA has no interface for this, but writes it to a file when it dumps a module.
+XLA has no interface for this, but it writes the steps to a file when it dumps a module.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ class Thunk:
 
     Attributes:
         kind: XLA's name of the kind, such as "kCustomKernel", "kCopy", "kWhile" or "kCommandBuffer" (a CUDA graph).
-        name: the kernel's name; empty for steps that hold others.
-        inner: the steps inside; those of a loop are its condition and its body.
+        name: the kernel's name; empty for steps that contain other steps.
+        inner: the steps inside; for a loop, its condition and its body.
     """
 
     kind: str
@@ -46,7 +46,7 @@ def compile_thunks(lowered: jax.stages.Lowered, options: Mapping[str, str] | Non
         The steps of the module, in order.
 
     Raises:
-        RuntimeError: XLA wrote no such file.
+        RuntimeError: XLA did not write the file.
     """
     return compile_and_read(lowered, options)[0]
 
@@ -69,7 +69,7 @@ def compile_and_read(
     with tempfile.TemporaryDirectory() as name:
         lowered.compile({**(options or {}), "xla_dump_to": name, "xla_dump_hlo_as_text": True})
         folder = pathlib.Path(name)
-        # Where no pass has changed the sequence, there is only the first file.
+        # If no pass has changed the sequence, there is only the first file.
         changed = list(folder.glob("*.thunk_sequence_after_thunk_passes.txt"))
         sequences = changed or list(folder.glob("*.thunk_sequence.txt"))
         settings = list(folder.glob("*.debug_options"))
@@ -93,7 +93,7 @@ def parse(text: str) -> tuple[Thunk, ...]:
     Returns:
         The steps at the top level.
     """
-    # Steps by depth, the innermost last: (indent, kind, name, steps inside).
+    # Open steps, innermost last: (indent, kind, name, steps inside).
     found: list[tuple[int, str, str, list]] = []
     top: list = []
     for match in filter(None, map(_LINE.match, text.splitlines())):

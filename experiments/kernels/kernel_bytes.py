@@ -1,8 +1,8 @@
-"""The bytes that Pallas kernels declare (`pl.CostEstimate`), and the bytes that they load and store when they run.
+"""Finds the bytes that Pallas kernels declare (`pl.CostEstimate`), and the bytes that they load and store.
 
 To run a kernel, its jaxpr is interpreted program by program on concrete arrays, and the distinct elements under the
-mask of every load and store are counted. This is slow and only for small shapes. An access outside its array raises an
-error, where Pallas's interpreter pads.
+mask of every load and store are counted. This is slow and suits only small shapes. An access outside its array raises
+an error, whereas Pallas's interpreter pads.
 """
 
 import collections
@@ -22,13 +22,13 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (dtype, shape) of each array
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A kernel call as a jaxpr has it."""
+    """A kernel call in a jaxpr."""
 
     name: str
     operands: Shapes
     results: Shapes
-    nbytes: int | None  # None: it declares nothing
-    from_l2: int = 0  # of them, loads that memory is not asked for again: `pallas_kernels.cost.loads_from_l2`
+    nbytes: int | None  # None: the kernel declares none
+    from_l2: int = 0  # of these, loads from the L2 cache (`pallas_kernels.cost.loads_from_l2`)
 
 
 @dataclasses.dataclass
@@ -38,12 +38,12 @@ class Traced:
     declared: Declared
     read: int = 0
     written: int = 0
-    again: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # of `read`, by operand
-    loaded: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # which elements of each operand
+    again: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # repeated bytes
+    loaded: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # loaded indices, by operand
 
 
 def declared_calls(function, *arguments) -> Iterator[Declared]:
-    """The kernel calls that a function makes; shapes do for arguments."""
+    """Yields the kernel calls that a function makes; shapes suffice as arguments."""
     yield from _calls(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
@@ -53,7 +53,7 @@ def _calls(jaxpr) -> Iterator[Declared]:
             yield _declared(equation)
             continue
         inner = list(equation.params.values())
-        if platforms := equation.params.get("branches_platforms"):  # what is lowered for an H100
+        if platforms := equation.params.get("branches_platforms"):  # only the branch that is lowered for an H100
             [inner] = [
                 branch
                 for branch, names in zip(equation.params["branches"], platforms, strict=True)
@@ -85,15 +85,15 @@ def run_counted(function, *arguments) -> tuple[Any, list[Traced]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Ref:
-    """A block of an array: what a kernel's argument is."""
+    """A block of an array, which a kernel gets as an argument."""
 
-    operand: int  # which of the kernel's arrays it is
+    operand: int  # index of the array among the kernel's arrays
     array: np.ndarray
-    starts: tuple[int, ...]  # in the array, by axis
-    is_axis: tuple[bool, ...]  # which of the array's axes the block has
+    starts: tuple[int, ...]  # start of the block in the array, by axis
+    is_axis: tuple[bool, ...]  # whether the block has each of the array's axes
 
     def places(self, shape: Sequence[int], indexers: Sequence) -> np.ndarray:
-        """Where the elements of an access stand in the array, counted through; -1 for those outside."""
+        """Returns the flat indices of the accessed elements in the array; -1 for elements outside it."""
         assert len(indexers) < 2, "Triton's lowering takes no more"
         indices = list(indexers[0].indices) if indexers else [slice(0, size) for size in shape]
         indices = [_numbers(index) for index in indices]
@@ -120,7 +120,7 @@ class _Ref:
 
 
 def _numbers(index) -> tuple[np.ndarray, bool]:
-    """The coordinates that an index stands for, and whether it is a slice."""
+    """Returns the coordinates that an index selects, and whether it is a slice."""
     if isinstance(index, slice):
         return np.arange(index.start, index.stop), True
     if hasattr(index, "stride"):
@@ -129,7 +129,7 @@ def _numbers(index) -> tuple[np.ndarray, bool]:
 
 
 class _Run:
-    """Evaluates jaxprs; within a kernel `ids` are its program's and `counts` its call's."""
+    """Evaluates jaxprs. Inside a kernel, `ids` are the program ids, and `traced` has the kernel's call."""
 
     def __init__(self, traced: list[Traced], ids: Sequence[int] = (), grid: Sequence[int] = ()):
         self.traced, self.ids, self.grid = traced, ids, grid
@@ -146,7 +146,7 @@ class _Run:
         return [value(variable) for variable in jaxpr.outvars]
 
     def closed(self, closed, arguments: Sequence) -> list:
-        """A jaxpr with or without its constants."""
+        """Evaluates a jaxpr with or without its constants."""
         return self.evaluate(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()), arguments)
 
     def apply(self, equation: Any, values: list) -> list:
@@ -158,7 +158,7 @@ class _Run:
         results = equation.primitive.bind(*values, **params)
         return results if equation.primitive.multiple_results else [results]
 
-    # Control flow: the refs that it carries are not arrays, so jax's own cannot run it.
+    # Control flow. It carries refs, which are not arrays, so JAX's own evaluation cannot run it.
 
     def _while(self, values, params, equation) -> list:
         split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -181,7 +181,7 @@ class _Run:
         branches = params["branches"]
         return self.closed(branches[int(np.clip(values[0], 0, len(branches) - 1))], values[1:])
 
-    # A kernel and what only a kernel has.
+    # Kernels, and primitives that occur only in kernels.
 
     def _pallas_call(self, values, params, equation) -> list:
         traced = Traced(_declared(equation))
@@ -238,7 +238,7 @@ class _Run:
         return jnp.asarray(np.where(mask, ref.array.reshape(-1)[np.where(mask, places, 0)], fill))
 
     def _store(self, ref: _Ref, indexers, value, mask, equation) -> list:
-        """Returns what stood there, which nobody reads: a swap's result."""
+        """Stores a value. Returns zeros in place of a swap's result, which is never used."""
         places, mask = self._access(ref, indexers, mask, equation, "written")
         value = np.broadcast_to(np.asarray(value), places.shape)
         ref.array.reshape(-1)[places[mask]] = value[mask]
@@ -259,7 +259,7 @@ class _Run:
 
 
 def _block(operand: int, array: np.ndarray, mapping, step: tuple[int, ...]) -> _Ref:
-    """The block of an array that the program at `step` of the grid is given."""
+    """Returns the block of an array that the program at `step` of the grid gets."""
     index = mapping.index_map_jaxpr
     places = _Run([]).closed(index, [jnp.int32(axis) for axis in step])
     starts = []

@@ -1,4 +1,4 @@
-"""The shapes that the kernels are made for, to lower, compile and time, with the minimum that each must move."""
+"""The kernels' typical shapes, which are lowered, compiled and timed, with the minimum bytes that each must move."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from pallas_kernels.rms_norm import rms_norm
 
 
 def cases() -> list[Case]:
-    """All of them, op by op."""
+    """Returns all cases, op by op."""
     return [
         *_rms_norm(),
         *kernel_cases_attention.cases(),
@@ -66,7 +66,7 @@ def _grouped_matmul() -> Iterator[Case]:
 
 
 def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False, is_trained=False) -> Case:
-    """Tokens that choose uniformly among the experts, always the same."""
+    """Returns a case with tokens that choose uniformly among the experts, in the same way in every run."""
     rng = np.random.default_rng(0)
     ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
     shapes = (experts, width, 2, expert_width), (experts, expert_width, width)
@@ -80,7 +80,7 @@ def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False
             stacks = [jax.random.normal(*each, jnp.bfloat16) for each in zip(keys[2:], shapes, strict=True)]
             stacks = [stack * stack.shape[1] ** -0.5 for stack in stacks]
             return x, jnp.asarray(ids), weights, *stacks
-        # Any bits but those of the largest numbers and of NaN.
+        # Any bits except those of the largest numbers and of NaN.
         bits = (jax.random.bits(k, shape, jnp.uint8) & 0xBF for k, shape in zip(keys[2:], shapes, strict=True))
         values = (jax.lax.bitcast_convert_type(each, jnp.float8_e4m3fn) for each in bits)
         scales = (jnp.full((each[0], each[1] // block, *each[2:]), each[1] ** -0.5) for each in shapes)
@@ -96,7 +96,7 @@ def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False
 
     touched = len(np.unique(ids))
     expert = 3 * width * expert_width * (1 + 4 / block if is_fp8 else 2)
-    # Inputs and outputs; training also writes a gradient of each weight, touched or not, and reads that of y.
+    # Inputs and outputs. Training also writes a gradient for every weight, and reads the gradient of the output.
     moved = touched * expert + 2 * 2 * tokens * width + 8 * ids.size
     if is_trained:
         moved += experts * expert + 2 * 2 * tokens * width + 4 * ids.size
@@ -111,7 +111,7 @@ def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False
 
 
 def _head_top_k() -> Iterator[Case]:
-    """DeepSeek-V3's head, whole and reduced to 32,768 tokens: drafts (few rows), verified nodes (16, 64)."""
+    """Yields cases for whole and reduced heads. A few rows are drafts; 16 and 64 rows are verified nodes."""
     wide, reduced, glm, tied = (7168, 129280, False), (7168, 32768, False), (4096, 151552, False), (4096, 131072, True)
     shapes = [(*head, rows, k, jnp.bfloat16) for head in (wide, reduced) for rows in (1, 4, 16) for k in (1, 4)]
     shapes += [(*head, 4, k, jnp.bfloat16) for head in (glm, tied) for k in (1, 4)]
@@ -141,7 +141,7 @@ def _head_top_k() -> Iterator[Case]:
 
 
 def _linear_cross_entropy() -> Iterator[Case]:
-    """Losses and the gradients of hidden and head: three products at least."""
+    """Yields cases for losses with the gradients of hidden and head, which need at least three products."""
     rows = 4096
     for width, vocabulary in ((4096, 129280), (4096, 151936), (7168, 129280), (7168, 151936)):
         yield Case(
@@ -156,7 +156,7 @@ def _linear_cross_entropy() -> Iterator[Case]:
 
 
 def _linear_total_variation() -> Iterator[Case]:
-    """Terms of a trunk and its drafts, and the gradients of hidden and head."""
+    """Yields cases for the terms of a trunk and its drafts, with the gradients of hidden and head."""
     rows = 4096
     for drafts, width, vocabulary in ((1, 7168, 129280), (3, 4096, 151936)):
         yield Case(
@@ -193,7 +193,7 @@ def _of_drafts(hidden, head, targets, *, implementation):
 
 
 def _by_chunks(hidden, head, targets, *, compares_with_trunk):
-    """The trainer's own form, a loop over columns; drafts stand one place apart from the trunk."""
+    """Computes the losses as the trainer does without kernels, in a loop over columns."""
     from mtpjax.training.position_losses import chunked_terms
 
     def total(hidden, head):
@@ -211,19 +211,19 @@ def _by_chunks(hidden, head, targets, *, compares_with_trunk):
     return jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
 
 
-# Key heads, value heads: Qwen3-Next-80B-A3B, Qwen3.5-9B and -35B-A3B; Qwen3.5-27B. Both widths are 128 everywhere.
+# Key heads and value heads of Qwen3-Next-80B-A3B, Qwen3.5-9B and -35B-A3B; of Qwen3.5-27B. Both widths are 128.
 DELTA_HEADS = ((16, 32), (16, 48))
 DELTA_WIDTH = 128
 
 
 def _delta_case(op: Callable[..., Any], rows: int, tokens: int, heads: tuple[int, int], states: int, made: int) -> Case:
-    """A call that must read or write so many states of a row and `made` values per value head, token and column."""
+    """Returns a case that moves `states` states per row, and writes `made` values per value head, token and column."""
     key_heads, value_heads = heads
     per_token = DELTA_WIDTH * (4 * key_heads + 2 * value_heads + 4 * made * value_heads) + 8 * value_heads
     state = value_heads * DELTA_WIDTH**2
 
     def make(key):
-        """Keys and queries of length 1, decays near 1, as trained models have them."""
+        """Makes keys and queries of length 1 and decays near 1, as in trained models."""
         keys = jax.random.split(key, 6)
         q, k = (jax.random.normal(key, (rows, tokens, key_heads, DELTA_WIDTH)) for key in keys[:2])
         q, k = ((x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16) for x in (q, k))
@@ -239,7 +239,7 @@ def _delta_case(op: Callable[..., Any], rows: int, tokens: int, heads: tuple[int
         run=op,
         make=make,
         bytes=rows * (tokens * per_token + 4 * states * state),
-        operations=7 * rows * tokens * state,  # token by token; by chunks there are others
+        operations=7 * rows * tokens * state,  # when computed token by token; chunks need a different number
         carried=5 if op is gated_delta_steps else None,
     )
 
@@ -262,7 +262,7 @@ def _gated_delta() -> Iterator[Case]:
 
 
 def _block_scaled_matmul() -> Iterator[Case]:
-    """DeepSeek-V3's matrices in fp8, then those of an 8 B Llama in bfloat16; n is batch times verified nodes."""
+    """Yields DeepSeek-V3's matrices in fp8 and those of an 8B Llama in bfloat16. Rows are batch x verified nodes."""
     fp8 = ((7168, 2112), (1536, 24576), (16384, 7168), (7168, 2 * 18432), (18432, 7168))
     plain = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
     for D, F, rows, is_fp8 in (
@@ -290,5 +290,5 @@ def _block_scaled_matmul() -> Iterator[Case]:
 
 
 def _with_a_second_row(x, weights, scales=None):
-    """One row through XLA, without the product of a weight's size that XLA makes of one row (jax 0.10)."""
+    """Runs one row as two in XLA, because for one row XLA writes an array of the weight's size (jax 0.10)."""
     return block_scaled_matmul(jnp.concatenate([x, x]), weights, scales, implementation="xla")[:1]

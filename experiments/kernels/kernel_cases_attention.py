@@ -11,7 +11,7 @@ from mtpjax.models.layers.attend import attend
 from pallas_kernels.verify_attention import verify_attention
 
 FP8 = jnp.float8_e4m3fn
-# batch, key heads, tokens, query heads to each, key width; then what is not 8192 slots of bfloat16 in a chain.
+# Batch, key heads, tokens, query heads per key head, key width; then changes to a chain with 8192 bfloat16 slots.
 _ATTENTION: list[tuple[tuple[int, int, int, int, int], dict]] = [
     ((1, 8, 4, 4, 128), {}),
     ((16, 8, 4, 8, 128), {}),
@@ -42,7 +42,7 @@ _ATTENTION: list[tuple[tuple[int, int, int, int, int], dict]] = [
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Returns all cases."""
     return [attention_case(*sizes, **changes) for sizes, changes in _ATTENTION]
 
 
@@ -61,7 +61,7 @@ def attention_case(
     is_ragged=False,
     value_up=0,
 ) -> Case:
-    """A width of 576 is a latent, of which 512 are the values; a tree's tokens see about half of the text.
+    """Makes a case. A width of 576 is a latent with 512 values; a tree's tokens attend to about half of the slots.
 
     `value_up` is the width that each head's matrix projects the values to.
     """
@@ -114,8 +114,7 @@ def attention_case(
 
 
 def _attend(q, keys, values, num_committed, ancestor_mask, window_start, *, scale, window, value_width):
-    """As `mtpjax.models.layers` has it: a latent's values are sliced afterwards, a window's slots are cut out
-    before."""
+    """Attends as `mtpjax.models.layers` does. Cuts out a window's slots first, and slices a latent's values last."""
     values = keys if values is None else values
     slot = jnp.broadcast_to(jnp.arange(keys.shape[2])[None, :], (len(q), keys.shape[2]))
     if window is not None:
@@ -144,7 +143,7 @@ def _attend(q, keys, values, num_committed, ancestor_mask, window_start, *, scal
 
 
 def _dot_product_attention(q, keys, values, num_committed, ancestor_mask, window_start, *, scale, implementation):
-    """jax.nn's, for tokens that follow each other. Each key head as a row of its own: so its layout is the cache's."""
+    """Runs jax.nn's attention on a chain. Each key head is a separate row, so that the layout is the cache's."""
     del ancestor_mask, window_start
     B, K, T, G, H = q.shape
     S = keys.shape[2]

@@ -1,4 +1,4 @@
-"""The shapes of the kernels that save launches: they take what several of XLA's kernels do around a product."""
+"""The shapes of the kernels that save launches by combining what XLA does in several kernels around a product."""
 
 import functools
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from pallas_kernels.router import Routing, route_tokens
 
 
 def cases() -> list[Case]:
-    """All of them, op by op."""
+    """Returns all cases, op by op."""
     return [
         *_add_rms_norm(),
         *_gated_matmul(),
@@ -49,7 +49,7 @@ def _add_rms_norm() -> Iterator[Case]:
 
 
 def _gated_matmul() -> Iterator[Case]:
-    """DeepSeek-V3's dense layer and shared expert in fp8, an 8B Llama's layer and a 16B-A2.4B's shared experts."""
+    """Yields DeepSeek-V3's dense layer and shared expert (fp8), an 8B Llama's layer, and 16B-A2.4B's shared experts."""
     fp8, plain = ((7168, 18432), (7168, 2048)), ((4096, 14336), (2048, 2816))
     for D, F, rows, is_fp8 in (
         *((*shape, rows, True) for shape in fp8 for rows in (1, 4, 64)),
@@ -78,7 +78,7 @@ def _gated_matmul() -> Iterator[Case]:
 
 
 def _append_heads() -> Iterator[Case]:
-    """Llama 3.1 8B; Qwen3-Next's full attention: norms, a gate and a quarter of the channels rotated; an fp8 cache."""
+    """Yields Llama 3.1 8B, an fp8 cache, and Qwen3-Next's full attention with norms, a gate and partial rotation."""
     slots = 8192
     for B, T, K, G, H, P, has_norms, num_gates, cache in (
         (1, 1, 8, 4, 128, 64, False, 0, jnp.bfloat16),
@@ -113,7 +113,7 @@ def _append_heads() -> Iterator[Case]:
 
 
 def _append_latents() -> Iterator[Case]:
-    """16B-A2.4B's and DeepSeek-V3's latent attention, the second also with an fp8 cache."""
+    """Yields latent attention of 16B-A2.4B, and of DeepSeek-V3 with a bfloat16 and an fp8 cache."""
     slots, C, R, P = 4096, 128, 512, 64
     for B, T, N, cache in ((1, 1, 16, jnp.bfloat16), (16, 4, 128, jnp.bfloat16), (4, 4, 128, jnp.float8_e4m3fn)):
 
@@ -143,7 +143,7 @@ def _append_latents() -> Iterator[Case]:
 
 
 def _prefill_attention() -> Iterator[Case]:
-    """A chunk of prefill: Llama 3.1 8B, a window, wide heads, an fp8 cache; latent, absorbed and expanded; selected."""
+    """Yields prefill chunks: Llama 3.1 8B, an fp8 cache, a window, wide heads, latents, expanded latents, a mask."""
     calls: list[tuple[int, int, int, int, int, int, int, dict[str, Any]]] = [
         (1, 8, 2048, 4, 128, 128, 8192, {}),
         (4, 8, 512, 4, 64, 64, 2048, {"cache": jnp.float8_e4m3fn}),
@@ -187,7 +187,7 @@ def _prefill_attention() -> Iterator[Case]:
 
 
 def _route_tokens() -> Iterator[Case]:
-    """DeepSeek-V3's router, 16B-A2.4B's, and one of 160 experts in groups of 20."""
+    """Yields the routers of DeepSeek-V3 and 16B-A2.4B, and a router of 160 experts in groups of 20."""
     deepseek_v3 = Routing(k=8, num_groups=8, num_kept_groups=4, factor=2.5)
     lite = Routing(k=6, scoring="softmax", normalises=False)
     odd = Routing(k=6, scoring="softmax", num_groups=8, num_kept_groups=3, normalises=False, factor=16.0)

@@ -44,7 +44,7 @@ class Report:
     num_stages: int
     error: str | None = None
     registers: int = 0  # per thread
-    spills: int = 0  # bytes stored and loaded on sm_90, vector registers on gfx942
+    spills: int = 0  # bytes stored and loaded (sm_90), or vector registers (gfx942)
     scalar_spills: int = 0  # gfx942: scalar registers moved into vector registers, without memory traffic
     shared: int = 0  # bytes per block
     mma: Mapping[str, int] = dataclasses.field(default_factory=dict)  # number of occurrences by instruction
@@ -116,7 +116,7 @@ def run_jobs(jobs: Sequence[Mapping], command: Sequence[str]) -> list[dict]:
                     child.stdin.write(json.dumps(jobs[len(answers)]).encode() + b"\n")
                     child.stdin.flush()
                     answers.append(json.loads(child.stdout.readline()))
-            except (BrokenPipeError, json.JSONDecodeError):  # the process ended, perhaps after half a line
+            except (BrokenPipeError, json.JSONDecodeError):  # the process ended, perhaps after an incomplete line
                 with contextlib.suppress(BrokenPipeError):
                     child.stdin.close()
                 answers.append({"error": f"the compiler ended with status {child.wait()}"})
@@ -152,7 +152,7 @@ def show(reports: Iterable[Report], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=find_python(), help="interpreter that has triton (default: this one)")
-    parser.add_argument("--op", help="only the cases of this op")
+    parser.add_argument("--op", help="compile only the cases of this op")
     parser.add_argument("--json", type=pathlib.Path, help="JSON file to write")
     options = parser.parse_args()
     if options.python is None:

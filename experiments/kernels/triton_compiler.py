@@ -1,7 +1,7 @@
 """Compiles Triton IR to machine code and counts the resources that it uses.
 
-`machine_code.py` starts this script with an interpreter that has triton; jax is not needed. Each line on stdin is a
-JSON object {"ir", "num_warps", "num_stages", "platform"}. Each answer is a line on stdout: a dict with `registers`,
+`machine_code.py` starts this script with an interpreter that has triton and needs no jax. Each line on stdin is a JSON
+object {"ir", "num_warps", "num_stages", "platform"}. Each answer is a line on stdout: a dict with `registers`,
 `spills`, `shared` (bytes), `mma` and `loads` (counts by instruction), or {"error"}.
 """
 

@@ -1,7 +1,7 @@
-"""Times a call of the server to the other processes: frames over TCP beside `broadcast_one_to_all`.
+"""Times how the server sends a call to other processes, with frames over TCP and with `broadcast_one_to_all`.
 
-Starts two processes on this machine. Process 0 encodes the call of a round and sends it, and waits until process 1 has
-decoded it and answered. Then both broadcast as many bytes over the devices.
+Starts two processes on this machine. Process 0 encodes the call of a round, sends it, and waits until process 1 has
+decoded it and answered. Then both processes broadcast the same number of bytes over the devices.
 """
 
 import argparse
@@ -23,25 +23,25 @@ from mtpjax.serving.multihost import plan
 from mtpjax.serving.multihost.connection import Followers, connect_processes
 from mtpjax.serving.program_set import PendingCall, ProgramKey
 
-SHAPES = ((8, 16), (64, 256))  # rows, pages of each
+SHAPES = ((8, 16), (64, 256))  # (rows, pages per row)
 
 
 def make_call(rows: int, pages: int) -> PendingCall:
-    """Makes the call of a round; the page ids differ, so all of them travel."""
+    """Makes the call of a round. The page ids differ, so that all of them are sent."""
     table = np.arange(rows * pages, dtype=np.int32).reshape(1, rows, pages)
     batch = Batch(np.arange(rows, dtype=np.int32)[None], table, np.zeros((1, rows), np.int32))
     return PendingCall(session.advance, (batch, np.int32(2)), ProgramKey("advance", rows, pages, True, 2))
 
 
 def report(name: str, seconds: list[float]) -> None:
-    """Prints median and 90th percentile, in process 0."""
+    """Prints the median and the 90th percentile in process 0."""
     if distributed.is_main_process():
         high = sorted(seconds)[len(seconds) * 9 // 10]
         print(f"  {name}: median {statistics.median(seconds) * 1e6:.0f} us, p90 {high * 1e6:.0f} us", flush=True)
 
 
 def measure(repeats: int) -> None:
-    """Runs in both processes."""
+    """Measures in both processes."""
     with connect_processes("127.0.0.1:0") as link:
         for rows, pages in SHAPES:
             call = make_call(rows, pages)

@@ -1,4 +1,4 @@
-"""Measures how much hostile clients slow down the others. Three cases against a running `mtpjax serve`.
+"""Measures how much hostile clients of `mtpjax serve` slow down other clients, in three cases.
 
     python -m experiments.serving.bench_disturbance [--model DIR] [--quick] [--output FILE]
 
@@ -8,8 +8,8 @@
     aborts          200 streams that close at once: seconds until nothing runs, goal: below 1; and the time to the first
                     token right after, over that of an idle server, goal: at most 1.2
 
-Both sides of a ratio are measured in turns. The server is a process of its own with a model whose weights are
-constructed, unless `--model` names one of bytes. Clients and server share the machine's cores.
+Both sides of a ratio are measured in turns. The server runs in a separate process, with constructed weights or with the
+byte-level model given as `--model`. Clients and server share the machine's cores.
 """
 
 import argparse
@@ -73,7 +73,7 @@ async def in_background(work: Awaitable[None]) -> AsyncIterator[None]:
 
 
 async def send_long_words(url: str) -> None:
-    """Sends the long word until cancelled; each answer must be an error of the client or a text."""
+    """Sends the long word until cancelled. Each answer must be a client error (4xx) or a text."""
     async with httpx.AsyncClient(timeout=120) as client:
         while True:
             response = await client.post(f"{url}/v1/completions", json={"prompt": LONG_WORD, "max_tokens": 1})
@@ -89,7 +89,7 @@ def request_bytes(path: str, body: dict) -> bytes:
 
 
 async def open_stream(url: str, body: dict) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Sends a streamed completion over a connection of its own."""
+    """Sends a request for a streamed completion over a new connection."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=4096)
     writer.write(request_bytes("/v1/completions", {"stream": True, "ignore_eos": True, **body}))
@@ -131,11 +131,11 @@ async def first_token_seconds(url: str) -> float:
 
 
 async def abort_all_at_once(url: str, count: int) -> float:
-    """Opens streams, closes them together, and returns the seconds until nothing runs or waits."""
+    """Opens streams, closes them together, and returns the seconds until no request runs or waits."""
     async with httpx.AsyncClient(timeout=120) as client:
         body = {"max_tokens": LONG_TEXT}
         streams = [await open_stream(url, {"prompt": f"storm {number}", **body}) for number in range(count)]
-        await asyncio.sleep(1)  # until all have arrived; few of the long texts have ended by then
+        await asyncio.sleep(1)  # wait until all have arrived; few of the long texts have ended by then
         begin = time.perf_counter()
         for _, writer in streams:
             writer.transport.abort()
@@ -159,7 +159,7 @@ async def compare_gaps(
 
 
 async def measure_aborts(url: str, turns: int, count: int) -> dict[str, object]:
-    """Measures storms of aborts, and the time to the first token before and right after each."""
+    """Measures bursts of aborts, and the time to the first token before and right after each burst."""
     free, before, after = [], [], []
     for _ in range(turns + 1):
         before.append(np.median([await first_token_seconds(url) for _ in range(5)]))
@@ -180,7 +180,7 @@ async def measure(url: str, turns: int, new_tokens: int, count: int) -> dict[str
 
 
 def print_table(console: Console, found: dict[str, dict]) -> None:
-    """Prints the figures beside their goals."""
+    """Prints each figure with its goal."""
     table = narrow_table()
     for heading in ("case", "measured", "95 %", "goal"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
@@ -196,9 +196,9 @@ def print_table(console: Console, found: dict[str, dict]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Starts a server and measures it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=pathlib.Path, default=None, help="model of bytes (default: constructed)")
+    parser.add_argument("--model", type=pathlib.Path, default=None, help="byte-level model (default: constructed)")
     parser.add_argument("--turns", type=int, default=10, help="measurements of each case (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one short turn, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one short turn, to check that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     turns, new_tokens, count = (1, 16, 8) if options.quick else (options.turns, 128, 200)

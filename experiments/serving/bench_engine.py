@@ -1,24 +1,25 @@
-"""Measures what the engine costs and gains.
+"""Measures the engine's cost and its advantage over static batches.
 
     python -m experiments.serving.bench_engine [--quick] [--output FILE]
 
-Rounds (counted, not timed). The output lengths of a load have a long tail. All of its requests are in the queue before
-the first tick, so the schedule is the same in every run. The engine's rounds are its decoding calls. A static batch of
-8 takes as many rounds as its longest request, and a request takes the same rounds in both
-(`experiments.correctness.check_engine`). The occupancy is the share of row-rounds, slots x rounds, that advanced a
-request, over the rounds during which others waited. Ratio and occupancy are those of several loads together.
+Rounds (counted, not timed). The output lengths of a load have a long tail. All requests of a load are in the queue
+before the first tick, so the schedule is the same in every run. The engine's rounds are its decoding calls. A static
+batch of 8 takes as many rounds as its longest request, and a request takes the same number of rounds in both
+(`experiments.correctness.check_engine`). The occupancy is the share of row-rounds (slots x rounds) that advanced a
+request, over the rounds during which other requests waited. The ratio and the occupancy are computed over several loads
+together.
 
-Host time. The engine dispatches a call before it reads the report of the one before, so the host works while the
-device runs. Hidden host time costs nothing; the device waits only if it has finished a call before the next one is
-dispatched. A second thread notes when each call's report is ready. From that moment to the return of the next dispatch
-the device has nothing to do; this time is host time that no call hides, and it is divided by the time of a tick. The
-ticks are those in which all slots decode and nothing enters.
+Host time. The engine dispatches a call before it reads the previous call's report, so the host works while the device
+runs. Hidden host time costs nothing; the device waits only if it has finished a call before the next one is dispatched.
+A second thread records when each call's report is ready. From that moment until the next dispatch returns, the device
+is idle. This time is the host time that no call hides, and it is divided by the time of a tick. Only ticks in which all
+slots decode and no request enters are measured.
 
-One request. Times per token of one request in an engine of 8 slots, in an engine of 1 slot, and in
-`speculative_generate`, in turns. A ratio is that of the two times of one turn; the interval resamples the turns.
+One request. The time per token of one request is measured in turns in an engine with 8 slots, in an engine with 1 slot,
+and in `speculative_generate`. Ratios are computed within a turn; the interval resamples the turns.
 
-Throughput. Tokens per second of 1, 4 and 16 simultaneous requests in an engine of 16 slots, with and without drafts in
-turns.
+Throughput. The tokens per second of 1, 4 and 16 simultaneous requests are measured in an engine with 16 slots, with and
+without drafts in turns.
 """
 
 import argparse
@@ -51,8 +52,8 @@ MAX_LENGTH = 240
 NUM_STEPS = 2
 PROMPT_TOKENS = 16
 NEW_TOKENS = 128  # of timed requests
-# Fields of the model's config, and a factor of its blocks' outputs, which makes drafts wrong at times.
-# A round of 8 rows of the larger model takes about 20 ms on two cores.
+# Fields of the model's config, and a factor for its blocks' outputs that makes some drafts wrong.
+# A round of the larger model with 8 rows takes about 20 ms on two cores.
 MODELS = {
     "tiny": ({}, 1.0),
     "larger": (
@@ -67,7 +68,7 @@ MODELS = {
         2.4,
     ),
 }
-LONG_ROUND = 10  # milliseconds; shorter rounds cannot hide the host
+LONG_ROUND = 10  # milliseconds; shorter rounds cannot hide the host's work
 GOALS = {"rounds": 0.65, "occupancy": 0.92, "host": 0.05, "single": 1.15}
 
 
@@ -93,7 +94,7 @@ class TracedCall:
 
 
 class Trace:
-    """Records the calls of an engine. Use it around a load; the calls are complete after the `with`."""
+    """Records the calls of an engine in a `with` block around a load; they are complete after the block."""
 
     def __init__(self, engine: Engine):
         self._engine, self._executor = engine, engine._executor
@@ -109,7 +110,7 @@ class Trace:
 
     def __exit__(self, *exception: object) -> None:
         for name in ("prefill", "advance"):
-            delattr(self._executor, name)  # the class's own methods again
+            delattr(self._executor, name)  # restores the class's own methods
         self._pending.put(None)
         self._watcher.join()
 
@@ -140,7 +141,7 @@ class Trace:
 
 
 class Load:
-    """Requests of an engine and their ends."""
+    """The requests of an engine and their final events."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -159,7 +160,7 @@ class Load:
         self._engine.submit(request, deliver)
 
     def wait(self) -> list[Finish]:
-        """Waits for all ends; returns them in the order of submission."""
+        """Waits until all requests have ended; returns their final events in the order of submission."""
         for _ in range(self._number):
             end = self._ends.get(timeout=600)
             assert end.reason in ("stop", "length"), end
@@ -178,7 +179,7 @@ def make_requests(
 
 
 def run_load(engine: Engine, requests: Sequence[Request]) -> list[Finish]:
-    """Submits requests at once and waits for their ends."""
+    """Submits all requests at once and waits until they have ended."""
     load = Load(engine)
     for request in requests:
         load.submit(request)
@@ -186,7 +187,7 @@ def run_load(engine: Engine, requests: Sequence[Request]) -> list[Finish]:
 
 
 def measure_rounds(engine: Engine, loads: Sequence[Sequence[Request]]) -> dict:
-    """Counts the rounds of the engine and of static batches; see the head of the file."""
+    """Counts the rounds of the engine and of static batches; see the module's docstring."""
     found = [count_rounds(engine, requests) for requests in loads]
     total = {name: sum(each[name] for each in found) for name in found[0]}
     return {
@@ -204,15 +205,15 @@ def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
     def hold() -> None:
         is_submitted.wait()
 
-    engine._inbox.post(hold)  # keeps the engine's thread from its next tick
+    engine._inbox.post(hold)  # delays the next tick of the engine's thread
     with Trace(engine) as trace:
         load = Load(engine)
         for request in requests:
             load.submit(request)
         is_submitted.set()
         ends = load.wait()
-    # 1. A row-round counts if it raised the passes of its request. The rounds after its end, which were dispatched
-    #    before the report of the end was read, do not.
+    # 1. A row-round counts if it increased the passes of its request. Rounds after the request's end, which were
+    #    dispatched before the report was read, do not count.
     rounds = used = waited_rounds = waited_used = 0
     passes: dict[int, int] = {}
     for traced in trace.calls:
@@ -229,7 +230,7 @@ def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
             waited_rounds, waited_used = waited_rounds + 1, waited_used + advanced
     num_steps = [end.num_steps for end in ends]
     assert used == sum(num_steps), (used, sum(num_steps))
-    # 2. Static batches in the order of arrival.
+    # 2. Form static batches in the order of arrival.
     static = sum(max(num_steps[begin : begin + NUM_SLOTS]) for begin in range(0, len(num_steps), NUM_SLOTS))
     return {
         "requests": len(requests),
@@ -243,7 +244,7 @@ def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
 
 
 def measure_host(engine: Engine, rng: np.random.Generator) -> dict:
-    """Measures the host time that no call hides, while all slots decode."""
+    """Measures the host time that no call hides while all slots decode."""
     lengths = [MAX_LENGTH - PROMPT_TOKENS - 1] * NUM_SLOTS
     requests = make_requests(rng, lengths, engine.vocab_size)
     stopwatch = Stopwatch()
@@ -253,7 +254,7 @@ def measure_host(engine: Engine, rng: np.random.Generator) -> dict:
 
 
 def host_times(calls: Sequence[TracedCall]) -> dict:
-    """Summarizes pairs of decoding calls of full batches, one directly after the other: medians, and the share."""
+    """Summarizes pairs of consecutive decoding calls of full batches by medians and the share of host time."""
     is_full = [not traced.call.is_prefill and None not in traced.call.rows for traced in calls]
     pairs = [
         (before, after)
@@ -308,7 +309,7 @@ def measure_single(
         engines: the engines, by name.
         params: parameters of the model.
         model: the model.
-        config: settings of `speculative_generate`, the limit excepted; the same drafts as the request's.
+        config: settings of `speculative_generate` except the limit, with the same drafts as the request.
         request: a greedy request.
         turns: measurements of each time.
     """
@@ -383,7 +384,7 @@ def make_engine(params: dict, model: MTPModel, num_slots: int, batch_sizes: tupl
 
 
 def make_model(name: str, **changes: int) -> tuple[MTPModel, dict]:
-    """Makes one of `MODELS`; `changes` are fields of its config to set otherwise."""
+    """Makes one of `MODELS`; `changes` are fields of its config to change."""
     fields, factor = MODELS[name]
     model = MTPModel(small_config("grouped", **{**fields, **changes}))
 
@@ -399,7 +400,7 @@ def measure_model(
     """Runs all parts on one model."""
     rng = np.random.default_rng(0)
     model, params = make_model(name)
-    sizes = (1, NUM_SLOTS)  # of batches that programs are compiled for
+    sizes = (1, NUM_SLOTS)  # batch sizes for which programs are compiled
     many, one = make_engine(params, model, NUM_SLOTS, sizes), make_engine(params, model, 1)
     for engine in (many, one):
         engine.warm_up()
@@ -431,7 +432,7 @@ def measure_model(
 
 
 def print_table(console: Console, models: Sequence[dict]) -> None:
-    """Prints the goals and what was measured."""
+    """Prints the goals and the measurements."""
     table = narrow_table()
     for number, heading in enumerate(("model", "figure", "measured", "95 %", "goal")):
         table.add_column(heading, justify="right" if number > 1 else "left")
@@ -456,11 +457,13 @@ def print_table(console: Console, models: Sequence[dict]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loads", type=int, default=5, help="loads with a long tail (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=48, help="per load (default: %(default)s)")
+    parser.add_argument("--loads", type=int, default=5, help="number of loads with a long tail (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=48, help="requests per load (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=20, help="measurements of each time (default: %(default)s)")
-    parser.add_argument("--model", choices=list(MODELS), nargs="+", default=list(MODELS), help="only these")
-    parser.add_argument("--quick", action="store_true", help="the tiny model and few turns, to see that it runs")
+    parser.add_argument(
+        "--model", choices=list(MODELS), nargs="+", default=list(MODELS), help="measure only these models"
+    )
+    parser.add_argument("--quick", action="store_true", help="the tiny model and few turns, to check that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     names, num_loads, turns, counts = options.model, options.loads, options.turns, (1, 4, 16)

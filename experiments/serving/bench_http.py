@@ -1,13 +1,14 @@
-"""Measures the cost of HTTP. A stand-in for the engine delivers tokens at fixed times; server and client are real.
+"""Measures the cost of HTTP. A stand-in for the engine delivers tokens at fixed times; the rest is real.
 
     python -m experiments.serving.bench_http [--counts 1 16 64] [--tick 4.5]
     python -m experiments.serving.bench_http --quick
 
 In each tick the stand-in computes for a while and sleeps for the rest, as the engine's thread does while a GPU works,
-and then delivers some tokens to every request. So tokens per second without HTTP are known: requests x tokens / tick.
-HTTP slows ticks down, because its event loop and the engine's thread share Python's lock; and it needs time per event,
-which limits the tokens per second of a process. Both are shown: "late" is the median time by which a tick is longer
-than it should be, and CPU microseconds are the server's per event of a stream.
+and then delivers some tokens to every request. So the number of tokens per second without HTTP is known; it is requests
+x tokens / tick. HTTP slows ticks down, because its event loop and the engine's thread share Python's lock. It also
+needs time per event, which limits the tokens per second of a process. The output shows both effects: "late" is the
+median time by which a tick is longer than it should be, and the CPU microseconds are the server's CPU time per event of
+a stream.
 """
 
 import argparse
@@ -33,7 +34,7 @@ VOCAB_SIZE = 1000
 
 
 class SteadyEngine:
-    """Delivers `num_tokens` tokens to each request every `tick` seconds, and computes for `busy` seconds of them."""
+    """Delivers `num_tokens` tokens to each request every `tick` seconds, and computes for `busy` of these seconds."""
 
     max_length, vocab_size, max_requests, grammars, failure = 1 << 20, VOCAB_SIZE, 1 << 20, None, ""
 
@@ -57,11 +58,11 @@ class SteadyEngine:
         self._rows.pop(request_id, None)
 
     def status(self) -> EngineStatus:
-        """Returns counts of nothing."""
+        """Returns a status in which all counts are zero."""
         raise NotImplementedError
 
     def flush_cache(self) -> int:
-        """Has no cache."""
+        """Does nothing, because there is no cache."""
         return 0
 
     def _run(self) -> None:
@@ -87,7 +88,7 @@ class SteadyEngine:
 
 
 def serve(tick: float, busy: float, num_tokens: int, connection) -> None:
-    """Serves a stand-in in this process: sends its URL, and at each request what was measured since the last."""
+    """Serves a stand-in in this process. Sends its URL, and on request the measurements since the last request."""
     from mtpjax.serving.api.settings import ApiSettings
     from mtpjax.serving.app import make_app
     from mtpjax.serving.http_server import serve_in_thread
@@ -101,7 +102,7 @@ def serve(tick: float, busy: float, num_tokens: int, connection) -> None:
 
 
 async def measure(url: str, count: int, new_tokens: int, ask) -> dict:
-    """Sends requests at once and measures them and the server."""
+    """Sends all requests at once, and measures them and the server."""
     from mtpjax.serving.bench.backends import BACKENDS, BenchRequest
     from mtpjax.serving.bench.client import Client
     from mtpjax.serving.bench.sending import measure as send
@@ -125,13 +126,15 @@ async def measure(url: str, count: int, new_tokens: int, ask) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """Measures the server at several numbers of requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 64], help="of requests")
-    parser.add_argument("--tick", type=float, default=4.5, help="milliseconds (default: %(default)s)")
-    parser.add_argument("--busy", type=float, default=1.5, help="milliseconds of it (default: %(default)s)")
-    parser.add_argument("--num-tokens", type=int, default=4, help="per request and tick (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=512, help="per request (default: %(default)s)")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 64], help="numbers of simultaneous requests")
+    parser.add_argument("--tick", type=float, default=4.5, help="milliseconds per tick (default: %(default)s)")
+    parser.add_argument(
+        "--busy", type=float, default=1.5, help="milliseconds of computation per tick (default: %(default)s)"
+    )
+    parser.add_argument("--num-tokens", type=int, default=4, help="tokens per request and tick (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="new tokens per request (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="measurements of each cell (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few requests and tokens: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="few requests and tokens, to check that the script runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.quick:

@@ -1,4 +1,4 @@
-"""Do large or hostile requests block the event loop, and with it all other clients?
+"""Measures whether large or hostile requests block the event loop, and with it all other clients.
 
     python -m experiments.serving.bench_loop [--pairs 5] [--seconds 6] [--num-readers 0]
     python -m experiments.serving.bench_loop --quick
@@ -82,7 +82,7 @@ class CallbackTimes:
 
 
 def serve(folder: str, num_readers: int | None, connection: Any) -> None:
-    """Serves in this process: sends its URL, and when asked the CPU time of the longest callback since then."""
+    """Serves in this process. Sends its URL, and on request the CPU time of the longest callback since the last one."""
     sys.modules["uvloop"] = None  # type: ignore[assignment] # its callbacks cannot be measured
     from mtpjax.serving.api.settings import ApiSettings
     from mtpjax.serving.app import make_app
@@ -93,7 +93,7 @@ def serve(folder: str, num_readers: int | None, connection: Any) -> None:
     chosen: dict[str, Any] = {} if num_readers is None else {"num_readers": num_readers}
     settings = ApiSettings(model_name="steady", **chosen)
     app = make_app(engine, save_tokenizer(pathlib.Path(folder), TEMPLATE), settings)
-    # As `running_engine` does: what the start made stays, and full collections need not look at it.
+    # As in `running_engine`, freeze the objects made at startup, so that full collections skip them.
     gc.collect()
     gc.freeze()
     with serve_in_thread(app) as url:
@@ -104,13 +104,13 @@ def serve(folder: str, num_readers: int | None, connection: Any) -> None:
 
 
 class Watcher:
-    """A client beside the attacks: its times from the first to the last are kept."""
+    """A client that runs during the attacks and records its times."""
 
     def __init__(self, url: str):
         self.url, self.health, self.gaps, self._is_done = url, [], [], False
 
     async def run(self, seconds: float) -> None:
-        """Asks for `/health` and reads streams for this time."""
+        """Requests `/health` and reads streams for this time."""
         import httpx
 
         async with httpx.AsyncClient(base_url=self.url, timeout=120) as client:
@@ -139,7 +139,7 @@ class Watcher:
 
 
 def attack(url: str, body: bytes, should_stop: Any) -> None:
-    """Sends a body again and again."""
+    """Sends a body repeatedly."""
     import httpx
 
     with httpx.Client(base_url=url, timeout=120) as client:
@@ -154,7 +154,7 @@ def turn(url: str, body: bytes | None, seconds: float, context: Any, ask: Any) -
     process = context.Process(target=attack, args=(url, body, should_stop), daemon=True) if body is not None else None
     if process is not None:
         process.start()
-        time.sleep(1.0)  # in which it begins to send
+        time.sleep(1.0)  # time for the attack to start
     asyncio.run(watcher.run(seconds))
     longest, collection = ask()
     should_stop.set()
@@ -172,11 +172,13 @@ def turn(url: str, body: bytes | None, seconds: float, context: Any, ask: Any) -
 def main(argv: list[str] | None = None) -> int:
     """Measures each attack in pairs of turns, and prints the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5, help="of turns per attack (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="per turn (default: %(default)s)")
-    parser.add_argument("--num-readers", type=int, default=None, help="processes; 0: threads")
-    parser.add_argument("--only", nargs="+", default=None, help="names of attacks")
-    parser.add_argument("--quick", action="store_true", help="one short pair of one attack: shows that it runs")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of turns per attack (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds per turn (default: %(default)s)")
+    parser.add_argument("--num-readers", type=int, default=None, help="number of reader processes; 0: threads")
+    parser.add_argument("--only", nargs="+", default=None, help="measure only these attacks")
+    parser.add_argument(
+        "--quick", action="store_true", help="one short pair of one attack, to check that the script runs"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     bodies = {name: body for name, body in attacks().items() if options.only is None or name in options.only}
@@ -194,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
             ours.send(True)
             return ours.recv()
 
-        turn(url, None, 1.0, context, ask)  # the first requests start processes
+        turn(url, None, 1.0, context, ask)  # the first requests start the readers' processes
         for name, body in bodies.items():
             pairs = [
                 (turn(url, None, options.seconds, context, ask), turn(url, body, options.seconds, context, ask))

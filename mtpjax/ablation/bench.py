@@ -1,8 +1,8 @@
-"""Measures one cell of an ablation: each batch of prompts is decoded alternately without and with drafts.
+"""Measures one cell of an ablation by decoding each batch of prompts alternately with and without drafts.
 
-Ratios to plain decoding are medians over the repeats. The prefill time, measured as the shortest one-token call, is
-subtracted from each call. Plain decoding runs in its faster form: one row per pass, or two rows of which one is
-discarded.
+Ratios to plain decoding are medians over the repeats. The shortest one-token call measures the prefill time, which is
+subtracted from each call. Plain decoding runs in its faster form, which has either one row per pass or two rows, the
+second of which is discarded.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ from mtpjax.models.model import MTPModel
 
 @dataclasses.dataclass
 class Bench:
-    """Measures `cells`, and caches results that cells share: the faster form of plain decoding and the costs of parts.
+    """Measures cells, and caches what they share, namely the faster form of plain decoding and the part costs.
 
-    `methods` are the drafters of the cells.
+    `cells` are all cells to measure, and `methods` are the drafters that they use.
     """
 
     model: MTPModel
@@ -65,8 +65,8 @@ class Bench:
         """Measures a cell.
 
         Returns:
-            The results as JSON values: rates and ratios with their intervals, costs of parts in seconds, and the
-            comparison of the texts.
+            The results as JSON values, including rates and ratios with their intervals, the costs of a round's parts in
+            seconds, and how the texts compare with plain decoding.
 
         Raises:
             ValueError: generation stopped after the first new token for every prompt.
@@ -76,7 +76,7 @@ class Bench:
         method = self.method(cell)
         drafted = method.config(cell.config(self._plain_config))
         plain = dataclasses.replace(self._plain_config, min_rows=self._fastest_min_rows(cell.batch_size))
-        # Compile before timing: batches of different prompt lengths may need different programs.
+        # Run every batch before timing, because batches with different prompt lengths may compile different programs.
         for config, (number, batch) in itertools.product((plain, drafted), enumerate(batches)):
             self._time_calls(batch, config, self._sampling_params(batch, cell.temperature, 0, number), method.params)
         shape = (self.settings.repeats, len(batches))
@@ -87,14 +87,14 @@ class Bench:
         for repeat, number in np.ndindex(*shape):
             rows, batch = [[], []], batches[number]
             sampling = self._sampling_params(batch, cell.temperature, repeat, number)
-            # Alternate which form goes first, so that changes in the machine's speed affect both alike.
+            # Alternate which form runs first, so that changes in the machine's speed affect both forms equally.
             for form in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
                 timed = self._time_calls(batch, (plain, drafted)[form], sampling, method.params)
                 one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = timed
-                # Count the tokens after the first, which prefill makes and whose time is subtracted.
+                # Exclude the first token of each row, because prefill generates it and the prefill time is subtracted.
                 tokens[form, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
                 rows[form] = result.rows()
-                # Acceptance: greedy repeats give the same tokens, so only the first counts.
+                # Count acceptance in only one greedy repeat, because all of them generate the same tokens.
                 if form and (cell.temperature or not repeat):
                     steps[number] += result.stats.rounds
                     accepted[number] += result.stats.accepted
@@ -106,10 +106,11 @@ class Bench:
         # Check the texts against plain decoding, then compute the rates per prompt.
         waited = stopwatch.waited_share()
         compared, differing = self._count_differing(decoded, batches, drafted, cell)
-        num_prompts = len(self.workload.prompts)  # the last batch repeats some
+        num_prompts = len(self.workload.prompts)  # the last batch may repeat some prompts
         steps, accepted = steps.reshape(-1)[:num_prompts], accepted.reshape(-1, cell.num_steps)[:num_prompts]
         rates = decoded_rates(steps, accepted)
-        # Subtract the prefill: the shortest one-token call of each batch and form. A one-token text takes no more time.
+        # Subtract the prefill time, which is the shortest one-token call for each batch and form. A batch without
+        # further tokens takes no further time.
         prefill = np.broadcast_to(one_token_seconds.min(axis=1, keepdims=True), call_seconds.shape)
         seconds = np.where(tokens > 0, seconds_beyond(prefill, call_seconds), 0.0)
         is_negative = bool(((call_seconds <= prefill) & (tokens > 0)).any())
@@ -130,7 +131,7 @@ class Bench:
             "lossless": lossless_status(cell, differing),
             "differing_rows": differing,
             "compared_rows": compared,
-            "waited": waited,  # share of the time that threads waited for a core
+            "waited": waited,  # share of the time that threads spent waiting for a core
             "problem": problem,
             "seconds": time.perf_counter() - begin,
         }
@@ -143,7 +144,7 @@ class Bench:
     ) -> dict[str, Any]:
         """Computes rates and ratios per prompt category; returns {} if all prompts have the same category.
 
-        A ratio needs batches without mixed categories, so there are ratios only at batch size 1.
+        Ratios are computed only at batch size 1, because larger batches mix categories.
         """
         categories = np.array(self.workload.categories)
         result = {}
@@ -152,7 +153,7 @@ class Bench:
             if not steps[is_in].any():
                 continue
             rates = decoded_rates(steps[is_in], accepted[is_in])
-            # At batch size 1, batches are in the order of the prompts, so the mask selects a category's batches.
+            # At batch size 1, every prompt is its own batch, so the mask also selects the batches of a category.
             ratio = paired_ratio(seconds[..., is_in], tokens[..., is_in]) if cell.batch_size == 1 else None
             length = rates["accept_length"].value
             result[category] = {
@@ -176,12 +177,12 @@ class Bench:
         return compared, differing
 
     def _sampling_params(self, batch, temperature: float, repeat: int, number: int) -> dict[str, Any]:
-        """Returns a batch's sampling parameters: one seed per row and repeat, the same with and without drafts."""
+        """Returns sampling parameters with one seed per row and repeat, shared by calls with and without drafts."""
         seeds = [self.settings.seed + 1_000_003 * repeat + number * len(batch) + row for row in range(len(batch))]
         return sampling_arguments(temperature, seeds)
 
     def _time_calls(self, batch, config: DecodeConfig, sampling: dict[str, Any], draft_params: Any = None):
-        """Returns the seconds of a one-token call and of the whole call, and the whole call's result."""
+        """Returns the seconds that a one-token call and the whole call take, and the result of the whole call."""
         # Plain decoding has no drafter, so it takes no drafter parameters.
         own = {"draft_params": draft_params} if config.num_steps else {}
 
@@ -194,7 +195,7 @@ class Bench:
         return timed
 
     def _fastest_min_rows(self, batch_size: int) -> int | None:
-        """Returns the faster `min_rows` in plain decoding: a row runs alone, or with a second one that is discarded.
+        """Returns the `min_rows` with which plain decoding of one row is faster: 1, or 2 with a discarded second row.
 
         On a CPU, XLA compiles a pass over one row differently, so either form may be faster.
         """
@@ -202,7 +203,7 @@ class Bench:
             return None
         if batch_size not in self._min_rows_cache:
             batch, times = self.workload.batches(1)[0], {}
-            # Alternate the forms and keep each one's shortest time; the first call of each compiles.
+            # Alternate the two forms and use the shortest time of each, because the first call of each form compiles.
             for rows in (1, 2) * 4:
                 config = dataclasses.replace(self._plain_config, min_rows=rows)
                 times.setdefault(rows, []).append(self._time_calls(batch, config, {})[1])
@@ -210,16 +211,16 @@ class Bench:
         return self._min_rows_cache[batch_size]
 
     def _part_costs(self, cell: Cell) -> tuple[RoundCosts, float]:
-        """Measures the costs of the parts for all cells of a batch size and drafter at once.
+        """Measures the part costs for all cells with the same batch size and drafter at once.
 
         Plain steps are measured in their faster form. Returns the costs, and the share of the time that threads waited
         for a core during these measurements.
         """
         batch_size, method, key = cell.batch_size, self.method(cell), (cell.batch_size, cell.drafter)
-        # Disturbed costs must not affect later cells, so they are measured again.
+        # Costs that other programs disturbed must not affect later cells, so they are measured again.
         if key not in self._costs_cache or waiting_problem(self._costs_cache[key][1]):
-            # One meter measures all shapes at this batch size in rotation. If decoding by default uses the slower plain
-            # form, a second meter measures plain steps in the faster one.
+            # One meter measures all shapes at this batch size in rotation. If the default form of plain decoding is the
+            # slower one, a second meter measures plain steps in the faster form.
             alike = (other for other in (*self.cells, cell) if (other.batch_size, other.drafter) == key)
             shapes = tuple(dict.fromkeys(other.shape for other in alike))
             default_rows = min_rows_per_pass(self.model.config, batch_size, jax.default_backend())
@@ -237,7 +238,7 @@ class Bench:
     def _make_meter(
         self, method: AblatedDrafter, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
     ) -> CostMeter:
-        # Measure at the mean text length, with caches as large as decoding allocates.
+        # Measure at the mean text length, with caches of the size that decoding allocates.
         lengths, platform = [len(row) for row in self.workload.prompts], jax.default_backend()
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
         sizes: dict[str, Any] = {"longest_prompt": longest, "max_length": self._max_length}
@@ -253,7 +254,7 @@ class Bench:
 
 
 def lossless_status(cell: Cell, differing: int) -> str:
-    """Describes how a cell's texts compare with the texts of plain decoding, from which `differing` texts differ.
+    """Describes how a cell's texts compare with plain decoding, given the number of texts that differ.
 
     "exact by rule" means that the texts may differ, but have the same distribution.
     """
@@ -269,18 +270,18 @@ def paired_ratio(seconds: np.ndarray, tokens: np.ndarray) -> Estimate:
     """Estimates the speed relative to plain decoding.
 
     Args:
-        seconds: `[2, R, N]` seconds of plain and speculative decoding, for R repeats of N batches.
-        tokens: `[2, R, N]` number of generated tokens.
+        seconds: `[2, R, N]` seconds of plain decoding and of speculative decoding, for R repeats and N batches.
+        tokens: `[2, R, N]` numbers of generated tokens.
 
     Returns:
-        The median over repeats of the ratio of tokens per second, with a 95 % bootstrap interval that resamples whole
+        The ratio of tokens per second as the median over repeats, with a 95 % bootstrap interval from resampling whole
         batches of prompts and repeats.
     """
     repeats, count = seconds.shape[1:]
 
     def ratio(chosen_repeats, chosen):
-        # Sum over batches and divide within each repeat, then take the median, because a pause affects few repeats. A
-        # bootstrap sample whose texts all end with their first token has no rounds, and its ratio counts as 1.
+        # Sum over batches and divide within each repeat, then take the median, because a pause affects only a few
+        # repeats. A bootstrap sample whose texts all end with their first token has no rounds; its ratio becomes 1.
         total_seconds = seconds[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
         total_tokens = tokens[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
         speed = np.maximum(total_tokens, 1) / np.maximum(total_seconds, 1e-9)

@@ -1,4 +1,4 @@
-"""The cells of an ablation: the settings that it combines, and the rows of measured cells.
+"""Defines an ablation's settings, the cells that combine them, and the rows that describe measured cells.
 
 A row is a line in `cells.jsonl`. Its estimates are objects with "value", "low" and "high".
 """
@@ -21,18 +21,18 @@ Group = tuple[int, float]  # batch size and temperature
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of an ablation, which measures every combination of the tuples.
+    """The settings of an ablation, which measures every combination of the values in the tuples.
 
     Attributes:
-        depths: draft depths, `num_steps`.
+        depths: draft depths (`num_steps`).
         topk: branching factors; 1 is a chain.
-        num_draft_tokens: tree nodes to verify per round; 0: the number that follows from depth and topk. Chains ignore
-            it.
-        rules: acceptance rules; "auto" is the default rule for each temperature and tree, "exact" every exact rule.
+        num_draft_tokens: numbers of tree nodes to verify per round; 0 derives the number from depth and topk. Chains
+            ignore this setting.
+        rules: acceptance rules; "auto" means the default rule for each temperature and tree, "exact" every exact rule.
         temperatures: sampling temperatures; 0 is greedy.
         batch_sizes: rows per call.
         max_new_tokens: tokens per text.
-        repeats: how often each batch is decoded both plainly and with drafts.
+        repeats: how many times each batch is decoded, both with and without drafts.
         seed: random seed for prompts and sampling.
 
     Raises:
@@ -50,7 +50,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
-        # Lists become tuples without duplicates, so that every combination is one cell.
+        # Convert lists to tuples without duplicates, so that no combination occurs twice.
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (list, tuple)):
@@ -83,7 +83,7 @@ class Settings:
 class Cell:
     """One combination of settings.
 
-    `acceptance` is the name of a rule, as for `find_rule`; `drafter` is the name of an `AblatedDrafter`.
+    `acceptance` is a rule name that `find_rule` accepts; `drafter` is the name of an `AblatedDrafter`.
     """
 
     batch_size: int
@@ -136,15 +136,15 @@ class Cell:
 
 
 def resolve_rules(name: str, topk: int, temperature: float) -> tuple[str, ...]:
-    """Returns the rules that "auto" and "exact" mean for a cell; any other name means itself."""
+    """Expands "auto" and "exact" into the names of a cell's rules; returns any other name unchanged."""
     if name not in ("auto", "exact"):
         return (name,)
-    # At temperature 0, every exact rule equals greedy. Above 0, "auto" is the default rule of decoding.
+    # At temperature 0, every exact rule equals greedy. At higher temperatures, "auto" means decoding's default rule.
     if not temperature:
         return ("greedy",)
     if name == "auto":
         return (make_spec(DecodeConfig(topk=topk), is_greedy=False).rule.name,)
-    # "exact": every exact rule that supports this shape.
+    # "exact" means every exact rule that supports this shape.
     unsuitable = "fixed tree" if topk == 1 else "chain"
     return tuple(
         name for name, rule in RULES.items() if rule.is_exact and name != "greedy" and rule.drafts != unsuitable
@@ -156,7 +156,7 @@ def cell_of(row: Row) -> Cell:
 
 
 def group_by_batch_and_temperature(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Groups rows by (batch size, temperature) in ascending order; the rows in a group keep their order."""
+    """Groups rows by batch size and temperature. The groups are sorted; the rows in a group keep their order."""
     groups: dict[Group, list[Row]] = {}
     for row in rows:
         groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
@@ -164,17 +164,17 @@ def group_by_batch_and_temperature(rows: Iterable[Row]) -> dict[Group, list[Row]
 
 
 def by_speed(row: Row) -> tuple[bool, float]:
-    """Returns the sort key of a row: trusted rows come before others, and then fast rows before slow ones."""
+    """Returns a sort key that puts trusted rows before the others, and then faster rows before slower ones."""
     return bool(row["problem"]), -row["ratio"]["value"]
 
 
 def list_drafters(rows: list[Row]) -> list[str]:
-    """Lists the names of the drafters, in the order of the rows."""
+    """Lists the drafters' names in the order in which the rows first mention them."""
     return list(dict.fromkeys(row["cell"]["drafter"] for row in rows))
 
 
 def round_cost(row: Row) -> float:
-    """Returns the measured cost of a round in units of plain rounds: accept length over ratio."""
+    """Returns a round's measured cost in units of plain rounds, computed as accept length divided by ratio."""
     return row["accept_length"]["value"] / row["ratio"]["value"]
 
 
@@ -184,15 +184,15 @@ def parts_cost(row: Row) -> float:
 
 
 def format_interval(estimate: dict[str, float]) -> str:
-    """Formats an estimate with its 95 % interval, such as "1.50 (1.45-1.55)"."""
+    """Formats an estimate with its 95 % interval, for example as "1.50 (1.45-1.55)"."""
     return f"{estimate['value']:.2f} ({estimate['low']:.2f}-{estimate['high']:.2f})"
 
 
 def format_ratio(row: dict[str, Any]) -> str:
-    """Formats the ratio of a row, or of one of its categories, with its interval and a mark if it cannot be trusted."""
+    """Formats the ratio of a row or of a category with its interval, and marks a ratio that cannot be trusted."""
     return format_interval(row["ratio"]) + mark(row["problem"])
 
 
 def format_rates(rates: Iterable[dict[str, float | None]]) -> str:
-    """Formats rates by draft position, such as ".80 .64", with a dash for positions that have no rate."""
+    """Formats the rate at each draft position, for example as ".80 .64", with a dash for positions without a rate."""
     return " ".join("-" if rate["value"] is None else f"{rate['value']:.2f}".removeprefix("0") for rate in rates)

@@ -1,4 +1,4 @@
-"""The sections in an ablation's report that compare drafters: rates, prompt categories and training cost."""
+"""Writes the report sections that compare drafters by rates, prompt categories and training cost."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -18,13 +18,13 @@ from mtpjax.ablation.drafters import AblatedDrafter
 
 HEADING = "The fastest exact setting of each drafter, or its fastest lossy setting if it has no exact one."
 DRAFTER_COLUMNS = ("drafter", "setting", "accept length (95 %)", "accepted at least k drafts, k = 1, 2, ...")
-DRAFTER_COLUMNS += ("round in plain rounds", "of these its passes", "ratio to plain (95 %)", "ideal", "text")
+DRAFTER_COLUMNS += ("round in plain rounds", "passes in plain rounds", "ratio to plain (95 %)", "ideal", "text")
 CATEGORY_COLUMNS = ("category", "prompts", "drafter", "accept length (95 %)", "accepted at least k drafts")
 CATEGORY_COLUMNS += ("ratio to plain (95 %)", "ideal")
 
 
 def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Picks the fastest setting of each drafter, preferring exact settings, then trusted measurements.
+    """Picks the fastest setting of each drafter, preferring exact settings first and trusted measurements second.
 
     Returns one row per drafter, sorted by speed, for each batch size and temperature.
     """
@@ -39,8 +39,8 @@ def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
 
 
 def format_comparison(rows: list[Row], methods: Sequence[AblatedDrafter]) -> list[str]:
-    """Writes the sections "Drafters", "Categories of prompts" and "Training" of `recommendation.md`, if not empty."""
-    # `cells.csv` has every setting. These tables compare drafters, with one row for each.
+    """Formats the sections "Drafters", "Categories of prompts" and "Training" of `recommendation.md`, unless empty."""
+    # `cells.csv` lists every setting. These tables compare the drafters and have one row for each.
     best = best_of_each_drafter(rows)
     lines: list[str] = []
     if len(methods) > 1:
@@ -73,13 +73,13 @@ def _category_cells(group: list[Row]) -> Iterator[Sequence[str]]:
         for row in (row for row in group if category in row["categories"]):
             rates = row["categories"][category]
             lengths = (format_interval(rates["accept_length"]), format_rates(rates["survival"]))
-            # Batches of several prompts mix categories, so the time of a category is unknown.
+            # Batches of several prompts mix categories, so the time that each category takes is unknown.
             speed = ("-" if rates["ratio"] is None else format_ratio(rates), f"{rates['ideal_ratio']:.2f}")
             yield category, str(rates["prompts"]), row["cell"]["drafter"], *lengths, *speed
 
 
 def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:
-    # The cells of drafters whose training cost is unknown are empty.
+    # Leave the cells empty for drafters whose training cost is unknown.
     body = []
     for method in methods:
         cost = method.training
@@ -89,7 +89,7 @@ def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:
             numbers = (str(cost.updates), str(cost.tokens), *seconds)
         body.append((method.name, method.kind, *numbers))
     yield from _table(("drafter", "kind", "updates", "tokens", "seconds per update", "seconds of the run"), body)
-    # Longer training alone makes a drafter better, so a fair comparison needs the same number of tokens.
+    # Longer training alone makes a drafter better, so a fair comparison needs equal numbers of training tokens.
     if len({method.training.tokens for method in methods if method.training}) > 1:
         yield from ("", "The drafters were not trained on the same number of tokens.")
 

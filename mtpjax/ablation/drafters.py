@@ -1,4 +1,4 @@
-"""The drafters in an ablation: MTP modules, n-gram lookup, and drafters that are read from files."""
+"""Loads the drafters that an ablation compares, such as MTP modules, n-gram lookup, and drafters from files."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ from mtpjax.drafters.methods import METHODS, find_method, load_drafter, method_o
 from mtpjax.models.model import MTPModel
 from mtpjax.training.cost import TrainingCost, read_training_cost
 
-# Values that select a drafter without files: our names, and SGLang's in lower case.
+# Drafters without files are selected by our name for their method, or by SGLang's name in lower case.
 NAMES = {
     name: method
     for method in METHODS
@@ -33,11 +33,11 @@ class AblatedDrafter:
     """A drafter in an ablation.
 
     Attributes:
-        name: its name in tables: the name of its folder, or of its method if it has no files.
+        name: its name in tables, which is the name of its folder, or the name of its method if it has no files.
         method: its draft method.
         drafter: the drafter, as in `DecodeConfig`.
-        params: the drafter's own parameters; None: it has none.
-        path: the folder or repository that it was read from; None: it has no files.
+        params: the drafter's own parameters, or None if it has none.
+        path: the folder or repository that it was read from, or None if it has no files.
         digest: digest of its architecture and parameters; "" if it has no parameters of its own.
         training: its training cost, if its files belong to a training run.
         record: `package.module:RECORD` of a user-defined method with files.
@@ -59,14 +59,14 @@ class AblatedDrafter:
 
     @property
     def flags(self) -> str:
-        """The flags of `mtpjax generate` that choose the drafter; "" for MTP modules, which are the default."""
+        """The `mtpjax generate` flags that select the drafter; "" for MTP modules, which are the default."""
         if self.path is None:
             return "" if self.method.is_of_model else f"--drafter {self.drafter}"
         method = "" if self.record is None else f"--speculative-algorithm {self.record} "
         return f"{method}--speculative-draft-model-path {shlex.quote(str(self.path))}"
 
     def config(self, config: DecodeConfig) -> DecodeConfig:
-        """Returns `config` with this drafter."""
+        """Returns a copy of `config` that uses this drafter."""
         return dataclasses.replace(config, drafter=self.drafter)
 
 
@@ -76,15 +76,15 @@ MTP = AblatedDrafter("mtp", find_method("mtp"), "mtp")
 def load_methods(
     values: Sequence[str], *, model: MTPModel, model_path: Any = None, **reading: Unpack[Reading]
 ) -> tuple[AblatedDrafter, ...]:
-    """Loads the drafters of `--drafters`.
+    """Loads the drafters that `--drafters` lists.
 
     Args:
         values: names of methods without files, such as "mtp", "lookup" or `package.module:RECORD`, or anything that
-            `mtpjax.load_drafter` reads: a folder, a training run, a repository. `package.module:RECORD=FOLDER` reads a
-            folder with a user-defined method.
+            `mtpjax.load_drafter` can read, such as a folder, a training run or a repository.
+            `package.module:RECORD=FOLDER` reads a folder with a user-defined method.
         model: the trunk that all drafters draft for.
-        model_path: the path of the model, from which the training cost of its MTP modules is read.
-        **reading: choices that the files leave open, as in `load_drafter`.
+        model_path: the model's folder, which may record the training cost of the MTP modules.
+        **reading: settings that the files may leave open, as in `load_drafter`.
 
     Returns:
         One drafter per value, without duplicates.
@@ -109,7 +109,7 @@ def load_methods(
             loaded.append(AblatedDrafter(name, method, name, training=training))
             continue
         drafter, params = load_drafter(path, model=model, method=method, **reading)
-        # Every drafter can draft one token, unless it is for a different trunk.
+        # Any drafter for this trunk can draft one token, so a failure means that it is for a different trunk.
         drafter.check(model, DecodeConfig(num_steps=1, drafter=drafter))
         found = method or method_of(drafter)
         assert found is not None
@@ -120,7 +120,7 @@ def load_methods(
 
 
 def _parse(value: str) -> tuple[str, DraftMethod | None, str | None]:
-    """Returns a method's name, the method (None: the files decide), and the path of its files (None: no files)."""
+    """Returns a method's name, the method (None if its files decide), and the path of its files (None for no files)."""
     if found := RECORD.fullmatch(value):
         return found[1], find_method(found[1]), found[2]
     if (method := NAMES.get(value)) is not None:
@@ -129,8 +129,8 @@ def _parse(value: str) -> tuple[str, DraftMethod | None, str | None]:
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Shortens paths to the fewest trailing parts that differ from each other and from the names of methods."""
-    # "runs/a/drafter" and "runs/b/drafter" need two parts each.
+    """Shortens paths to the fewest trailing components that are unique and differ from the names of methods."""
+    # "runs/a/drafter" and "runs/b/drafter" need two components each.
     parts = {path: pathlib.PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
         names = {path: "/".join(of[-count:]) for path, of in parts.items()}
@@ -140,8 +140,8 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def drafter_digest(drafter: Drafter, params: Any) -> str:
-    """Computes a digest of a drafter's architecture and parameters: 16 hexadecimal digits."""
-    # The drafter is a frozen dataclass of plain values, so its text holds all of them.
+    """Returns a digest of a drafter's architecture and parameters, as 16 hexadecimal digits."""
+    # The drafter is a frozen dataclass of plain values, so its `repr` contains all of them.
     digest = hashlib.sha256(repr(drafter).encode())
     # The bytes alone would not distinguish a bfloat16 array from a float32 array with half as many elements.
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -1,4 +1,4 @@
-"""Lists the cells of an ablation: the combinations of settings to measure, and the reasons why others are left out."""
+"""Lists the combinations of settings that an ablation measures, and the reasons why it leaves out the others."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from mtpjax.models.model import MTPModel
 def list_cells(
     settings: Settings, *, model: MTPModel, methods: Sequence[AblatedDrafter] = (MTP,)
 ) -> tuple[list[Cell], dict[str, int]]:
-    """Lists the cells to measure, and counts the combinations left out, by reason."""
+    """Lists the cells to measure, and counts the combinations that are left out for each reason."""
     cells: dict[Cell, None] = {}
     reasons: dict[str, int] = {}
     combinations = itertools.product(
@@ -23,7 +23,7 @@ def list_cells(
     )  # fmt: skip
     for method, batch_size, num_steps, topk, num_draft_tokens, name, temperature in combinations:
         # `DecodeConfig`, `check_settings` and `_check_combination` reject a cell that cannot run (such as a depth
-        # beyond a drafter's heads) or that duplicates another cell. Their messages are the reasons in the report.
+        # beyond a drafter's heads) or that duplicates another cell. The report shows their messages as reasons.
         nodes = num_draft_tokens or None if topk > 1 and num_steps else None
         for rule in resolve_rules(name, topk, temperature):
             try:
@@ -49,4 +49,4 @@ def _check_combination(name: str, topk: int, temperature: float) -> None:
     if rule.is_exact and not is_greedy and not temperature:
         raise ValueError("at temperature 0, every exact rule equals greedy")
     if rule.drafts == "fixed tree" and topk == 1:
-        raise ValueError(f"{rule} supports only trees: on a chain it equals another rule")
+        raise ValueError(f"{rule} supports only trees, because on a chain it equals another rule")

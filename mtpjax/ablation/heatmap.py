@@ -1,4 +1,4 @@
-"""The heat map of an ablation: speed-ups over plain decoding by depth, drafter, tree and rule, with intervals."""
+"""Draws the heat map of an ablation's speed-ups over plain decoding, by depth, drafter, tree and rule."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
 
 
 class Line(NamedTuple):
-    """The settings that a line in a panel stands for."""
+    """The settings that one line of cells in a panel represents."""
 
     drafter: int  # index in `list_drafters`
     topk: int
@@ -26,11 +26,11 @@ class Line(NamedTuple):
 
 
 def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots speed-ups over plain decoding by depth, drafter, tree and rule; panels by batch size and temperature."""
+    """Plots speed-ups by depth, drafter, tree and rule, with intervals and a panel per batch size and temperature."""
     panels, drafters = Panels.of(rows), list_drafters(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     trees = {key: sorted({_line(row, drafters) for row in group}) for key, group in panels.groups.items()}
-    # The size of a panel depends on the numbers of depths and lines, and on the drafter names next to it.
+    # The size of a panel depends on the numbers of depths and lines, and on the length of the drafter names beside it.
     longest = max(len(shorten(name)) for name in drafters) if len(drafters) > 1 else 0
     width = max(2.8, 1.15 * len(depths) + max(1.2, 0.3 + 0.085 * longest))
     width, height = panels.size(width, max(2.0, 0.7 * max(map(len, trees.values())) + 1.0))
@@ -58,7 +58,7 @@ def _draw(figure, rows: list[Row], panels: Panels, *, depths, trees, drafters) -
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
     bar.set_label("speed-up")
-    # Explain the cells below the panels.
+    # Add a note below the panels that explains the cells.
     note = "cells: speed-up over plain decoding with its 95 % interval, and accept length; frame: the recommended one"
     note += "; question mark on grey: cannot be trusted" * any(row["problem"] for row in rows)
     figure.supxlabel("\n".join(textwrap.wrap(note, int(14 * figure.get_figwidth()))), fontsize=9)
@@ -99,7 +99,7 @@ def _draw_panel(axis, rows, *, depths, trees, drafters, colours, norm) -> None:
 
 
 def cell_texts(row: Row) -> tuple[str, str, str]:
-    """Returns the lines of text in a cell: ratio to plain decoding (? if not trusted), interval, accept length."""
+    """Returns a cell's lines of text, with the ratio to plain decoding (? if untrusted), interval and accept length."""
     ratio, length = row["ratio"], row["accept_length"]["value"]
     mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
     return (
@@ -110,7 +110,7 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
 
 
 def _line(row: dict[str, Any], drafters: list[str]) -> Line:
-    # 64 is the default cap of `num_draft_tokens`.
+    # 64 is the default cap on `num_draft_tokens`.
     cell = row["cell"]
     complete_size = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
     nodes = 0 if cell["topk"] == 1 or cell["num_nodes"] in (complete_size, 64) else cell["num_nodes"]
@@ -119,7 +119,7 @@ def _line(row: dict[str, Any], drafters: list[str]) -> Line:
 
 
 def _line_label(line: Line, drafters: list[str]) -> str:
-    """Returns the label of a line in the heat map, with the drafter if there are several."""
+    """Returns the label of a line in the heat map, which includes the drafter if there are several drafters."""
     tree = "chain" if line.topk == 1 else f"topk {line.topk}"
     tree += f", {line.num_nodes} nodes" if line.num_nodes else ""
     return (f"{plain_text(shorten(drafters[line.drafter]))}\n" if len(drafters) > 1 else "") + f"{tree}\n{line.rule}"

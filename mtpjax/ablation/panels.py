@@ -1,4 +1,4 @@
-"""The panel layout of an ablation's plots: one panel per batch size and temperature."""
+"""Lays out an ablation's plots with one panel per batch size and temperature."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from mtpjax.ablation.cells import Group, Row, group_by_batch_and_temperature
 
 
 def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
-    """Lays out panels with a row per batch size and a column per temperature; if there is only one temperature, with up
-    to three panels per row. A group that was not measured leaves a gap.
+    """Lays out panels with a row per batch size and a column per temperature.
+
+    A group that was not measured leaves a gap. With only one temperature, each row has up to three panels instead.
     """
     batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
     if len(temperatures) == 1:
@@ -21,8 +22,8 @@ def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
 class Panels(NamedTuple):
     """The panels of a plot."""
 
-    groups: dict[Group, list[Row]]  # the rows of each panel
-    layout: list[list[Group]]  # `panel_rows`
+    groups: dict[Group, list[Row]]  # the rows in each panel
+    layout: list[list[Group]]  # from `panel_rows`
 
     @classmethod
     def of(cls, rows: list[Row]) -> "Panels":
@@ -30,7 +31,7 @@ class Panels(NamedTuple):
         return cls(groups, panel_rows(groups))
 
     def size(self, width: float, height: float) -> tuple[float, float]:
-        """Returns the figure size in inches, from the panel size."""
+        """Returns the figure size in inches for panels of this size."""
         return width * len(self.layout[0]), height * len(self.layout) + 0.4
 
     def draw(self, figure) -> Iterator[tuple[Any, Group, list[Row]]]:

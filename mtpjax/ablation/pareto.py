@@ -1,4 +1,4 @@
-"""The Pareto plot of an ablation: accept length against the cost of a round."""
+"""Draws the Pareto plot of an ablation, which shows accept length against the cost of a round."""
 
 import math
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS,
     that no other setting beats in both cost and accept length.
     """
     panels = Panels.of(rows)
-    # An impossible ratio gives an impossible cost, so such rows have no point.
+    # Leave out rows with an impossible ratio, because their cost is impossible too.
     rows = [row for row in rows if not is_impossible(row["problem"])]
     shown = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in panels.groups.items()}
     draw = lambda figure: _draw(figure, rows, panels._replace(groups=shown))
@@ -40,7 +40,7 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS,
 
 def _draw(figure, rows: list[Row], panels: Panels) -> None:
     axis_of_group = {}
-    # All panels share the same limits, so that they can be compared. The cost follows from the measured ratio.
+    # All panels share the same limits, so that they can be compared. The cost is computed from the measured ratio.
     costs = [_cost_and_length(row)[0] for row in rows]
     xlim = 0.72 * min((1.0, *costs)), 1.15 * max((1.2, *costs))
     ylim = 0.9, 1.1 * max((1.2, *(row["accept_length"]["high"] for row in rows)))
@@ -48,8 +48,8 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
     many = len(drafters) > 1
 
     def look_of(cell: dict[str, Any]) -> dict[str, Any]:
-        # With one drafter, colour and marker show topk. With several drafters they show the drafter, but the marker
-        # shows topk if there are several values. Drafters after the sixth have a black edge.
+        # With one drafter, colour and marker show topk. With several drafters, they show the drafter, except that the
+        # marker shows topk if topk has several values. Drafters after the sixth have a black edge.
         own, tree = drafters.index(cell["drafter"]), topks.index(cell["topk"])
         style = line_style(own if many else tree)
         marker = line_style(tree)["marker"] if len(topks) > 1 else style["marker"]
@@ -57,13 +57,13 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
         return {"color": style["color"], "marker": marker, "markeredgecolor": edge, "markersize": 7, "linestyle": ""}
 
     for axis, key, group in panels.draw(figure):
-        # 1. The background: lines of equal speed-up, and plain decoding at cost 1 and accept length 1.
+        # 1. Draw the lines of equal speed-up, and plain decoding at cost 1 and accept length 1.
         axis_of_group[key] = axis
         axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
         _draw_speed_up_lines(axis, xlim, ylim)
         axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
-        # 2. A point with an interval per setting; hollow markers are lossy rules. Measurements that cannot be trusted
-        # are grey question marks, and not part of the frontier.
+        # 2. Draw each setting as a point with an interval; lossy rules have hollow markers. Measurements that cannot be
+        # trusted are grey question marks, and are not part of the frontier.
         for row in group:
             if row["problem"]:
                 axis.plot(*_cost_and_length(row), **UNTRUSTED, zorder=3)
@@ -72,7 +72,7 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
             face = "white" if row["lossless"] == "lossy" else look["color"]
             estimate = (length, spread["low"], spread["high"])
             plot_estimates(axis, [cost], [estimate], markerfacecolor=face, zorder=3, **look)
-        # 3. The frontier, starting at plain decoding.
+        # 3. Draw the frontier, starting at plain decoding.
         frontier = [(1.0, 1.0)] + [_cost_and_length(row) for row in _frontier(group)]
         axis.plot(*zip(*frontier, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
         axis.set_title(axis.get_title(), pad=16)
@@ -97,7 +97,7 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
     keys += [legend_key("Pareto frontier", linestyle="--"), legend_key("equal speed-up", color=LINE, linewidth=0.8)]
     num_columns = legend_columns([str(each.get_label()) for each in keys], figure.get_figwidth())
     figure.legend(handles=keys, loc="outside lower center", ncols=num_columns)
-    # Labels avoid each other in pixels, so place them last, when the layout is final.
+    # Place the labels last, when the layout is final, because overlaps are computed in pixels.
     figure.draw_without_rendering()
     for key, group in panels.groups.items():
         _label_frontier(axis_of_group[key], group, has_names=many)
@@ -105,13 +105,13 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
 
 def _draw_speed_up_lines(axis, xlim, ylim) -> None:
     """Draws lines of equal speed-up, each labelled where it leaves the panel."""
-    # Leave out lines that are too close to earlier ones, because labels must not touch.
+    # Leave out lines that are too close to earlier ones, because their labels would touch.
     speeds: list[float] = []
     for speed in (1, 2, 0.5, 4, 0.25, 3, 1.5, 0.75, 1.25):
         gaps = [abs(math.log(speed / other)) / math.log(xlim[1] / xlim[0]) for other in speeds]
         speeds += [speed] * (min(gaps, default=1) > 0.1)
     for speed in speeds:
-        # A line `length = speed * cost` leaves through the top or the right side. Skip lines outside the panel.
+        # The line `length = speed * cost` leaves the panel at the top or on the right. Skip lines outside the panel.
         at_top = speed * xlim[1] >= ylim[1]
         end = (ylim[1] / speed, ylim[1]) if at_top else (xlim[1], speed * xlim[1])
         if end[0] <= xlim[0] or end[1] <= ylim[0]:
@@ -125,7 +125,7 @@ def _draw_speed_up_lines(axis, xlim, ylim) -> None:
 
 
 def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> None:
-    """Labels the frontier's points, longest accept length first, if the label covers no point or other label."""
+    """Labels the frontier's points, longest accept length first, unless a label would cover a point or other label."""
     points = [axis.transData.transform(_cost_and_length(row)) for row in group]
     label_boxes: list[Any] = []
     look = {"textcoords": "offset points", "fontsize": 8, "zorder": 4}
@@ -134,10 +134,10 @@ def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> No
         cell = row["cell"]
         text = plain_text(f"{shorten(cell['drafter'], 16)}, ") if has_names else ""
         text += f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
-        # Add the rule only if settings differ in nothing else.
+        # Add the rule only if another setting differs in nothing but the rule.
         same_shape = [other for other in group if _round_shape(other) == _round_shape(row)]
         text += f", {cell['acceptance']}" if len(same_shape) > 1 else ""
-        # Try six positions around the point, and keep the first where the label covers nothing and stays in the panel.
+        # Try six positions around the point, and use the first at which the label covers nothing and fits the panel.
         for x, y in ((-7, 4), (7, -4), (-7, -4), (7, 4), (-9, 16), (9, -16)):
             place = {"xytext": (x, y), "ha": "right" if x < 0 else "left", "va": "bottom" if y > 0 else "top"}
             label = axis.annotate(text, _cost_and_length(row), **place, **look)
@@ -160,7 +160,7 @@ def _cost_and_length(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _frontier(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the Pareto frontier, cheapest first: trusted rows that no other beats in both cost and accept length."""
+    """Returns the trusted rows that no other row beats in both cost and accept length, cheapest first."""
     frontier: list[dict[str, Any]] = []
     trusted = [row for row in group if not row["problem"]]
     for row in sorted(trusted, key=lambda row: (_cost_and_length(row)[0], -_cost_and_length(row)[1])):

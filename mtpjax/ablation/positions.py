@@ -1,4 +1,4 @@
-"""The plot that compares drafters: the share of rounds that accept at least k drafts, by k."""
+"""Draws the plot that compares drafters by the share of rounds that accept at least k drafts, for each k."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from mtpjax.evaluation.plot_style import (
 
 
 def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots the share of rounds that accept at least k drafts, by k, for the deepest chain of each drafter."""
+    """Plots the share of rounds that accept at least k drafts against k, for the deepest chain of each drafter."""
     panels, drafters = Panels.of(rows), list_drafters(rows)
     # All panels share the same limits, so that they can be compared.
     depth = max(row["cell"]["num_steps"] for row in rows)
@@ -39,8 +39,8 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
 
 
 def deepest(rows) -> Row | None:
-    """Picks the deepest chain under an exact rule, else the deepest tree; None if no row is exact."""
-    # A lossy rule accepts drafts that the trunk would not have written, so its rates do not measure the drafter.
+    """Picks the deepest chain under an exact rule, or else the deepest tree. Returns None if no row is exact."""
+    # A lossy rule accepts drafts that the trunk would not have generated, so its rates do not measure the drafter.
     exact = [row for row in rows if row["lossless"] != "lossy"]
     return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)
 

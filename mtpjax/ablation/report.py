@@ -1,4 +1,4 @@
-"""The report on an ablation: tables, `cells.csv` and `recommendation.md`."""
+"""Writes an ablation's report, which consists of tables, `cells.csv` and `recommendation.md`."""
 
 import csv
 import io
@@ -28,9 +28,9 @@ def format_recommendation(
     environment: dict[str, Any],
     methods: Sequence[AblatedDrafter] = (MTP,),
 ) -> str:
-    """Formats `recommendation.md`. `reasons` counts the combinations left out, by reason."""
-    # First say whether the measurements can be trusted. Then give the advice: what to use where, how certain it is, and
-    # the flags.
+    """Formats `recommendation.md`. `reasons` counts the combinations that were left out for each reason."""
+    # First say whether the measurements can be trusted. Then give the advice for each batch size and temperature, with
+    # its certainty and the flags to pass.
     lines, advices = ["# Which draft settings to use", "", rows_verdict(rows), ""], advise(rows)
     drafter_flags = {method.name: method.flags for method in methods}
     for advice in advices:
@@ -47,7 +47,7 @@ def format_recommendation(
     ]
     if any(advice.is_known for advice in advices):
         lines += ["", "When not to speculate: " + (", ".join(plain_cases) or "in none of the known cases") + "."]
-    # Then list what the advice leaves out: lossy rules, and settings whose texts differ from plain decoding.
+    # Then list the settings that are never advised, because their rule is lossy or their texts differ.
     lossy = [row for row in rows if row["lossless"] == "lossy"]
     if lossy:
         lines += ["", "## Lossy settings, which change the distribution of the text and are never advised", ""]
@@ -60,7 +60,7 @@ def format_recommendation(
         ]
     # Then compare the drafters.
     lines += format_comparison(rows, methods)
-    # Last, say how it was measured, with everything that limits what the numbers mean.
+    # Last, describe how the cells were measured, including everything that limits the meaning of the numbers.
     lines += ["", "## Measured", ""]
     lines += [
         f"- {count_of(len(rows), 'cell')}, {count_of(settings.repeats, 'repeat')}, "
@@ -87,7 +87,7 @@ CELL_COLUMNS = ("drafter", "batch_size", "temperature", "num_steps", "topk", "nu
 
 
 def to_csv(rows: Iterable[Row]) -> str:
-    """Formats `cells.csv`, a line per cell; rates by level are separated by spaces, and costs are in milliseconds."""
+    """Formats `cells.csv` with one line per cell. Spaces separate the rates by level, and costs are in milliseconds."""
 
     def estimate(row: Row, name: str) -> Row:
         return {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}
@@ -95,7 +95,7 @@ def to_csv(rows: Iterable[Row]) -> str:
     def numbers(values: Row) -> Row:
         return {name: "" if value is None else f"{value:.5g}" for name, value in values.items()}
 
-    # The entries are in the order of the columns.
+    # The order of the entries determines the order of the columns.
     lines = []
     for row in rows:
         lengths = {**estimate(row, "accept_length"), "accept_length_macro": row["accept_length_macro"]["value"]}
@@ -122,19 +122,19 @@ def _format_rate(rate: dict[str, float | None]) -> str:
 
 
 def print_cells(console, rows: list[Row]) -> None:
-    """Prints whether the cells can be trusted, and a table 80 columns wide per batch size and temperature."""
+    """Prints whether the cells can be trusted, and an 80-column table for each batch size and temperature."""
     from rich.markup import escape
 
     print_parts(console, [rows_verdict(rows)])
-    # If there are drafters other than MTP modules, a column for the drafter replaces the tokens/s.
+    # If there are drafters other than MTP modules, a column for the drafter replaces the column for tokens/s.
     has_drafters = any(row["cell"]["drafter"] != MTP.name for row in rows)
     for (batch_size, temperature), group in group_rows(rows).items():
-        # Every cell has measured plain decoding; the group's first cell is trusted if any is.
+        # Every cell also measures plain decoding. The group's first cell is trusted if any cell in the group is.
         plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s{mark(group[0]['problem'])}"
         table = narrow_table(f"batch {batch_size}, temperature {temperature:g}: {plain}")
         headings = ["depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "ratio (95 %)", "ideal"]
         headings.insert(*((0, "drafter") if has_drafters else (5, "tokens/s")))
-        # Only survival rates, whose number grows with the depth, and drafter names may wrap.
+        # Only drafter names and survival rates may wrap, because the number of survival rates grows with the depth.
         for heading in headings:
             fixed = heading not in ("survival", "drafter")
             justify = "left" if heading == "drafter" else "right"
@@ -163,5 +163,5 @@ def print_cells(console, rows: list[Row]) -> None:
 
 
 def format_summary(row: Row) -> str:
-    """Formats a row as one line: accept length, ratio with its interval, and the result of comparing its texts."""
+    """Formats a row's accept length, ratio with interval, and result of comparing its texts, as one line."""
     return f"accept length {row['accept_length']['value']:.2f}, ratio {format_ratio(row)}, {row['lossless']}"

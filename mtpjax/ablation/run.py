@@ -1,9 +1,9 @@
-"""Runs an ablation: a grid of cells, each measured alternately with plain decoding of the same batch.
+"""Runs an ablation, which measures a grid of cells and alternates each with plain decoding of the same batch.
 
-A cell is one drafter, draft depth, tree, rule, temperature and batch size. `drafters` loads the drafters, `grid` lists
-the cells, `bench` measures them, `report` writes the advice. A cell's line in `cells.jsonl` carries a fingerprint of
-everything that its results depend on, including the drafter's parameters. So a run that was stopped continues after its
-last cell, and cells whose settings or drafters changed are measured again.
+A cell is a combination of drafter, draft depth, tree, rule, temperature and batch size. `drafters` loads the drafters,
+`grid` lists the cells, `bench` measures them, and `report` writes the advice. A cell's line in `cells.jsonl` includes a
+fingerprint of everything that its results depend on, including the drafter's parameters. A stopped run therefore
+continues after its last cell, and cells whose settings or drafters changed are measured again.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from mtpjax.models.config import Implementation
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-CELL_VERSION = 8  # format of a cell's line; lines with a different version are measured again
+CELL_VERSION = 8  # format of a cell's line; cells whose line has a different version are measured again
 
 
 def fingerprint(
@@ -61,7 +61,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def seal(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with its digest, which shows a later run whether the line was edited or damaged."""
+    """Returns a row with its digest, from which a later run detects that the line was edited or damaged."""
     # A row that was read back already has a digest, which is not part of the content.
     content = {name: value for name, value in row.items() if name != "digest"}
     return content | {"digest": _digest(content)}
@@ -90,10 +90,10 @@ def run_cells(
     *,
     log: Callable[[str], Any] = print,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measures the cells that are not yet in `cells.jsonl`, which `writer` has open.
+    """Measures the cells that are not yet in `cells.jsonl`, the file that `writer` has open.
 
     Returns:
-        The measured rows, in the order of `cells`, and whether all cells are measured; Ctrl-C ends the run early.
+        The measured rows in the order of `cells`, and whether the run finished, which it does not after Ctrl-C.
     """
     # If two lines have the same fingerprint, the newer one counts.
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
@@ -106,7 +106,7 @@ def run_cells(
         del rows[cell]
     if rows:
         log(f"already measured: {len(rows)} of {count_of(len(cells), 'cell')}")
-    # Measure the other cells. Each row is on disk before the next cell starts.
+    # Measure the other cells. Each row is written to disk before the next cell starts.
     # Cells that other programs disturbed are measured again, after the cells that have no row yet.
     disturbed = [cell for cell, row in rows.items() if can_pass(row["problem"])]
     if disturbed:
@@ -176,7 +176,7 @@ def run(
     """Measures the grid, writes the results to the folder `output` and prints them.
 
     Returns:
-        The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.
+        The exit status: 4 if a text differs from plain decoding, 75 if the run was stopped early, or 0 otherwise.
 
     Raises:
         ValueError: no combination of the settings is possible, or the prompts do not fit the model.
@@ -192,12 +192,12 @@ def run(
         console.print(f"left out: {reason} ({count_of(count, 'cell')})", highlight=False)
     if not cells:
         raise ValueError("no combination of the settings is possible: the reasons are above")
-    # Choose the prompts, the same for all cells.
+    # Choose the prompts, which are the same for all cells.
     workload = find_workload(path, model, params, settings, prompts)
     output.mkdir(parents=True, exist_ok=True)
     log(f"{count_of(len(cells), 'cell')}; {workload.source}")
     bench = Bench(model, params, settings, workload, methods=methods)
-    # Every finished cell is a line on the disk before the next cell starts.
+    # `run_cells` writes each finished cell to disk before the next one starts.
     with JsonlWriter(output / "cells.jsonl", allow_nan=False) as writer:
         rows, is_complete = run_cells(cells, bench, writer, environment, log=log)
     # Report what was measured, even if the run was stopped early.

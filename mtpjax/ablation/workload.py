@@ -1,4 +1,4 @@
-"""The prompts for an ablation, from a file, or from files that were held out when a byte-level model was trained."""
+"""Chooses an ablation's prompts, from a prompt file or from files that a byte-level model's training held out."""
 
 import dataclasses
 import pathlib
@@ -27,7 +27,7 @@ class Workload:
 
     Attributes:
         prompts: token lists.
-        source: where the prompts come from, in words.
+        source: a description of where the prompts come from.
         stop_token_ids: tokens that end a text.
         categories: the category of each prompt; empty if the prompts have no categories.
     """
@@ -38,9 +38,7 @@ class Workload:
     categories: tuple[str, ...] = ()
 
     def batches(self, size: int) -> list[list[list[int]]]:
-        """Splits the prompts into batches of `size`. The last batch is filled up with the first prompts, so that all
-        have the same size.
-        """
+        """Splits the prompts into batches of `size`, and fills up the last batch with the first prompts."""
         count = -(-len(self.prompts) // size)
         return [
             [self.prompts[(begin * size + row) % len(self.prompts)] for row in range(size)] for begin in range(count)
@@ -50,7 +48,7 @@ class Workload:
 def find_workload(
     path: pathlib.Path, model: MTPModel, params: dict, settings: Settings, choice: PromptChoice
 ) -> Workload:
-    """Reads the prompts from a file. Without a file, takes them from held-out files, for byte-level models only.
+    """Reads the prompts from a file. Without a file, takes held-out prompts, which only byte-level models have.
 
     Raises:
         ValueError: the prompts do not fit the model, or no file is given and the model is not byte-level.
@@ -64,7 +62,7 @@ def find_workload(
         cut = f", {num_cut} of them cut to {limit} tokens" if num_cut else ""
         source = f"{count_of(len(rows), 'prompt')} from {choice.path}{cut}"
         return Workload(rows, source, tuple(tokenizer.eos_token_ids), tuple(prompt.category for prompt in chosen))
-    # Without a file, only byte-level models have prompts, from the files that their training held out.
+    # Without a file, only byte-level models have prompts, taken from the files that training held out.
     if not isinstance(tokenizer, ByteTokenizer):
         raise ValueError("pass a prompt file with --prompts: only byte-level models have default prompts")
     if choice.count < 1:
@@ -78,7 +76,7 @@ def find_workload(
 
 def _non_looping_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
     """Picks held-out prompts whose plain continuation does not loop, because loops are too easy to draft."""
-    # The checkpoint records its training data. The same split gives the documents that training held out.
+    # The checkpoint records its training data. Repeating the split yields the documents that training held out.
     train_metadata = {}
     if is_checkpoint(path):
         train_metadata = CheckpointReader(path, verify=False).metadata.get("train", {})

@@ -1,1 +1,1 @@
-"""The commands of `mtpjax`, one file per group. Parsing imports no JAX; a command imports it when it runs."""
+"""The commands of `mtpjax`, one file per group. Parsing does not import JAX, but running a command does."""

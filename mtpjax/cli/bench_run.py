@@ -1,4 +1,4 @@
-"""Runs `mtpjax bench-serving`: measures a server once, or compares it with and without drafts."""
+"""Runs `mtpjax bench-serving`, which measures a server once, or compares it with and without drafts."""
 
 import asyncio
 import datetime
@@ -60,7 +60,7 @@ async def _connect_and_run(options, lengths) -> int:
         if len(requests) < options.num_prompts:
             print(f"{options.dataset_path} has only {count_of(len(requests), 'prompt')}", file=sys.stderr)
         if options.with_and_without_mtp:
-            picture_paths(options.output, options.plot_formats)  # an error or a warning comes early
+            picture_paths(options.output, options.plot_formats)  # raises or warns early
             if max(options.concurrencies) > len(requests) or min(options.concurrencies) < 1:
                 limit = f"{len(requests)}, the number of requests (--num-prompts)"
                 given = " ".join(map(str, options.concurrencies))
@@ -129,7 +129,7 @@ async def _compare(options, client, requests) -> int:
             if run is None:
                 bar.advance(task)
                 return
-            # Print a line per run, also to a log; --output-file keeps the results of long comparisons.
+            # Print a line per run, even if the output is a log. --output-file keeps the results of long comparisons.
             side = "with MTP" if run.speculative else "without"
             speed = f"{run.summary['output_throughput'] or 0:.1f} tokens/s"
             bar.console.print(f"run {len(runs)} of {num_runs}: {run.concurrency} at once, {side}: {speed}")

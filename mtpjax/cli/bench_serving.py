@@ -12,7 +12,7 @@ DATASETS = ("random", "random-ids", "sharegpt", "spec-bench", "custom")
 def add_commands(commands) -> None:
     bench = command_parser(
         "Measure latency and throughput of a running server over HTTP, with the flags and output of SGLang's "
-        "bench_serving. Token counts are the server's, because a chunk of a stream can hold several tokens. The "
+        "bench_serving. Token counts come from the server, because a chunk of a stream can have several tokens. The "
         "accept length is 1 + accepted drafts / verification passes. --with-and-without-mtp compares runs with and "
         "without drafts at several concurrencies instead. The API key is read from MTPJAX_API_KEY or OPENAI_API_KEY."
     )
@@ -59,7 +59,7 @@ def _add_request_flags(bench) -> None:
         "JSONL; spec-bench: JSONL of prompts with categories; custom: a file in the format of sharegpt or spec-bench, "
         "or a text file with one prompt per line (one per paragraph if the file has blank lines)",
     )
-    group.add_argument("--dataset-path", metavar="FILE", help="file of the dataset, unless it is random")
+    group.add_argument("--dataset-path", metavar="FILE", help="file with the dataset (not for random datasets)")
     group.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="categories to use (default: all)")
     group.add_argument("--num-prompts", type=int, default=64, help="number of requests per run, over all categories")
     group.add_argument(
@@ -73,7 +73,7 @@ def _add_request_flags(bench) -> None:
         "--random-range-ratio",
         type=float,
         default=0.0,
-        help="minimum length / maximum length, for random prompts and answers; 1: all lengths are equal",
+        help="ratio of minimum to maximum length, for random prompts and answers; with 1, all lengths are equal",
     )
     group.add_argument("--vocab-size", type=int, help="for random-ids: size of the vocabulary")
     group.add_argument("--seed", type=int, default=0, help="random seed for prompts, lengths and arrival times")
@@ -109,7 +109,7 @@ def _add_measurement_flags(bench) -> None:
         help="also show AMD's published speedups for DeepSeek with MTP on MI300X (a different model and machine)",
     )
     group = bench.flag_group("output")
-    group.add_argument("--output-file", metavar="FILE", help="JSONL file to append a line per run to")
+    group.add_argument("--output-file", metavar="FILE", help="JSONL file to which each run appends a line")
     group.add_argument("--output-details", action="store_true", help="also write every request to --output-file")
     group.add_argument("--tag", metavar="TEXT", help="label to write to --output-file")
     group.add_argument(

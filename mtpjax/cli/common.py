@@ -47,8 +47,8 @@ def add_decoding_model_flags(parser) -> None:
         default="auto",
         metavar="NAME",
         help="implementation of the ops: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels, emulated "
-        "slowly on any device), or auto: on a GPU, the faster one for each op as measured by `mtpjax tune`; without "
-        "measurements, kernels for experts, fp8 weights, prefill attention and paged attention with many rows",
+        "slowly on any device), or auto (on a GPU, the faster one for each op as measured by `mtpjax tune`; without "
+        "measurements, kernels for experts, fp8 weights, prefill attention and paged attention with many rows)",
     )
 
 
@@ -57,7 +57,7 @@ def add_chat_flag(group) -> None:
 
 
 def add_data_flags(parser, help: str):
-    """Adds `--data`, with this help text, and `--pattern`; returns their group. `list_data` reads both."""
+    """Adds `--data` with this help text and `--pattern`, which `list_data` reads. Returns the group of these flags."""
     group = parser.flag_group("data")
     group.add_argument("--data", required=True, metavar="PATH", help=help)
     group.add_argument("--pattern", default="*", help="glob pattern for the files to read in a folder, such as *.jsonl")
@@ -85,13 +85,13 @@ def add_plot_formats_flag(parser) -> None:
 
 
 def check_output(options) -> None:
-    """Raises ValueError if the `--output` file cannot be written. Call it before the work that makes the result."""
+    """Raises ValueError if the `--output` file cannot be written. Call it before the work that produces the output."""
     if options.output is not None:
         check_output_file(options.output)
 
 
 def write_json(path: str | None, content: Any, *, allow_nan: bool = True) -> None:
-    """Writes a JSON file; does nothing without a path."""
+    """Writes a JSON file, or does nothing if there is no path."""
     if path is not None:
         write_text(path, json.dumps(content, indent=1, allow_nan=allow_nan) + "\n")
 
@@ -101,7 +101,7 @@ def set_threads(model_path: str, threads: int = 0) -> None:
 
     Args:
         model_path: the checkpoint; models below 16 MiB decode fastest on one thread.
-        threads: the number of threads; 0 chooses it by the size of the model. A negative number raises ValueError.
+        threads: the number of threads, or 0 to choose it by the size of the model. A negative number raises ValueError.
     """
     from mtpjax.host import choose_num_threads, limit_threads
     from mtpjax.io.checkpoint_format import checkpoint_bytes
@@ -115,11 +115,11 @@ def set_threads(model_path: str, threads: int = 0) -> None:
 
 @contextlib.contextmanager
 def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callable[[int], None]]:
-    """Shows how many bytes a command has read: a bar on a terminal, and one closing line on stderr.
+    """Shows how many bytes a command has read, with a progress bar on a terminal and one final line on stderr.
 
     Args:
         source: the file or folder to read; its size is the bar's total.
-        target: the output, which the closing line names.
+        target: the output, which the final line mentions.
 
     Yields:
         A function that takes the number of bytes read since the last call.
@@ -129,7 +129,7 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
     from mtpjax.console import progress_bar
 
     place = pathlib.Path(source)
-    # `rglob` of a file yields nothing, so this holds for a file and for a folder.
+    # `rglob` yields nothing for a file, so this works for both files and folders.
     total = sum(file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     done, start = 0, time.perf_counter()
@@ -142,7 +142,7 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
             bar.update(task, completed=done)
 
         yield advance
-    # The bar disappears at the end; this line stays, also in logs.
+    # The bar disappears at the end, but this line remains, and it also appears in logs.
     seconds = time.perf_counter() - start
     speed = f"{done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s"
     print(f"{printable(target)}: {speed}", file=sys.stderr)

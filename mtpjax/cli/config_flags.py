@@ -1,7 +1,7 @@
 """Command-line flags made from the fields of `DecodeConfig` and `SamplingParams`. Imports no JAX.
 
-A flag takes its name, type and default from the field, and its help text from the class's docstring. SGLang's flag for
-the same setting, if any, is an alias.
+The name, type and default of a flag come from the field, and its help text comes from the class's docstring. If SGLang
+has a flag for the same setting, it is an alias.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
 # Settings for the commands that generate text.
 TEXT_FIELDS = ("max_new_tokens", "max_length", "drafter", *DRAFT_FIELDS, *LOOKUP_FIELDS)
 TEXT_FIELDS += ("kv_cache_dtype", "deterministic", "allow_copies")
-# Options with one value for all rows. The other fields of `SamplingParams` have no flags.
+# Sampling options that have one value for all rows. The other fields of `SamplingParams` have no flags.
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")
 SAMPLING_FIELDS += ("presence_penalty", "min_new_tokens")
 # The `--help` group of each field's flag.
@@ -47,7 +47,7 @@ GROUPS = {
     "devices": ("allow_copies",),
 }
 FLAG_FIELDS = {name for names in GROUPS.values() for name in names}
-# Help for flags that take different values than their fields.
+# Help texts for the flags whose values differ from the values of their fields.
 _HELP = {
     "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}, or package.module:RECORD for your own "
     f"AcceptanceRule. The lossy rules {', '.join(LOSSY_NAMES)} change the text's distribution. auto is greedy if all "
@@ -59,7 +59,7 @@ _HELP = {
 
 
 def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
-    """Adds a flag for each of these fields of `DecodeConfig` or `SamplingParams`; `defaults` override theirs."""
+    """Adds flags for these fields of `DecodeConfig` or `SamplingParams`; `defaults` override the fields' defaults."""
     for name in fields:
         kind = SamplingParams if name in SAMPLING_FIELDS else DecodeConfig
         default, type_hint = defaults.get(name, getattr(kind, name)), _type_hints(kind)[name]
@@ -74,7 +74,7 @@ def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
 
 
 def add_text_flags(parser, *more: str, seed: str) -> None:
-    """Adds the flags of a command that generates text: `TEXT_FIELDS`, sampling, and `--seed` with this help text."""
+    """Adds the `TEXT_FIELDS`, sampling and `--seed` flags of a command that generates text. `seed` is a help text."""
     # `num_steps=None` lets `with_num_steps` choose by drafter and model.
     add_config_flags(parser, (*TEXT_FIELDS, *more, *SAMPLING_FIELDS), max_new_tokens=256, num_steps=None)
     add_seed_flag(parser, seed)
@@ -95,13 +95,13 @@ class _NamesOrRecord(tuple):
 
 
 def rule_choices(*names: str) -> tuple[str, ...]:
-    """Returns the choices of `--acceptance`: these names, all rules, and `package.module:RECORD`."""
+    """Returns the choices of `--acceptance`, which are these names, all rules, and `package.module:RECORD`."""
     return _NamesOrRecord((*names, *RULES))
 
 
 def _flag_text(text: str) -> str:
     """Converts a field's docstring to the help text of its flag."""
-    # Drop SGLang's name, which is an alias of the flag, and "None", which a flag cannot take.
+    # Drop SGLang's name, which is an alias of the flag, and "None", which cannot be the value of a flag.
     text = re.sub(r"[.] SGLang: `\w+`", "", text)
     text = re.sub(r"[.;] None: (.*)$", r" (default: \1)", text)
     return re.sub(r"`?\b(topk|[a-z]+_[a-z_]+)\b", lambda match: _flag_of(match[0], match[1]), text).replace("`", "")
@@ -113,26 +113,26 @@ def _flag_of(text: str, name: str) -> str:
 
 
 def flag_names(name: str) -> list[str]:
-    """Returns the flags of a setting: its own name, and SGLang's if SGLang has one.
+    """Returns the flags of a setting, which are its own flag and SGLang's, if any.
 
-    A parser stores the value under the first one's name: `--num-steps` under "num_steps".
+    A parser stores the value under the name of the first flag, such as "num_steps" for `--num-steps`.
     """
     return [f"--{name.replace('_', '-')}", *filter(None, [SGLANG_FLAGS.get(name)])]
 
 
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """Reads each field's description, joined into one line, from a class's `Attributes:`; empty under `python -OO`."""
+    """Reads each field's description as one line from a class's `Attributes:`. Returns {} under `python -OO`."""
     # The section ends at the first empty line.
     _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
     section = re.split(r"\n\s*\n", section)[0]
-    # An entry is `name: text`, indented by 8 spaces; lines with a deeper indentation continue it.
+    # An entry is `name: text`, indented by 8 spaces. Lines with deeper indentation continue it.
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", section, flags=re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).rstrip(".") for name, text in entries}
 
 
 def _names_of(annotation: Any) -> tuple[str, ...]:
-    """Returns the values of a `Literal` type; empty for other types."""
+    """Returns the values of a `Literal` type, or () for other types."""
     parts = (annotation, *typing.get_args(annotation))
     return next((typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal), ())
 
@@ -154,15 +154,15 @@ def decode_settings(options) -> dict[str, Any]:
         ValueError: a threshold below 1 is given with another rule, or the file is not a draft vocabulary.
         OSError: the file cannot be read.
     """
-    # The parser also holds the command's own flags; keep those that are fields of `DecodeConfig`.
+    # The parsed flags include the command's own, so keep only the fields of `DecodeConfig`.
     known = {field.name for field in dataclasses.fields(DecodeConfig)}
     settings = {name: value for name, value in vars(options).items() if name in known}
-    # SGLang has no flag for the rule: a threshold below 1 turns it on.
+    # SGLang has no flag for this rule, which is enabled by a threshold below 1.
     if min(settings.get(name, 1.0) for name in ("threshold_single", "threshold_acc")) < 1:
         if settings["acceptance"] not in ("auto", "threshold"):
             raise ValueError(f"thresholds below 1 need acceptance 'threshold', not '{settings['acceptance']}'")
         settings["acceptance"] = "threshold"
-    # The flag names a file; the configuration holds the token ids.
+    # The flag's value is a file, but the configuration contains token ids.
     if settings.get("draft_vocabulary") is not None:
         from mtpjax.data.draft_vocabulary import load_vocabulary
 
@@ -171,7 +171,7 @@ def decode_settings(options) -> dict[str, Any]:
 
 
 def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
-    """Returns arguments for `DecodeConfig` with `num_steps`: the given value, or the method's default.
+    """Returns the arguments for `DecodeConfig`, with `num_steps` set to the given value or to the method's default.
 
     The default is 0 if the method uses the model's MTP modules and the model has none.
     """
@@ -183,5 +183,5 @@ def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
 
 
 def sampling_params(options) -> SamplingParams:
-    """Makes the sampling parameters, the same for all rows and without seeds."""
+    """Makes the sampling parameters, which are the same for all rows and contain no seeds."""
     return SamplingParams(**{name: options[name] for name in SAMPLING_FIELDS})

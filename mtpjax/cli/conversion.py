@@ -12,7 +12,9 @@ OUTPUT_HELP = "folder to write; it appears only when it is complete"
 
 
 def add_commands(commands) -> None:
-    inspect = command_parser("Describe a checkpoint without reading its weights. Exits with 3 if it cannot be loaded.")
+    inspect = command_parser(
+        "Describe a checkpoint without reading its weights. Exits with code 3 if it cannot be loaded."
+    )
     inspect.flag_group("model").add_argument(
         "path",
         help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, a training run's folder, or a Hugging Face "
@@ -24,7 +26,7 @@ def add_commands(commands) -> None:
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
     convert = command_parser(
         "Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint to a Hugging "
-        "Face directory. A round trip preserves the bytes of everything unchanged. --model-type also selects the "
+        "Face directory. A round trip keeps everything unchanged byte for byte. --model-type also selects the "
         "family in which a trained model is written."
     )
     group = convert.flag_group("model")
@@ -82,7 +84,7 @@ def _add_mtp_commands(commands) -> None:
     group.add_argument(
         "--check",
         metavar="PROMPTS",
-        help="file of prompts, as in eval: decode them before and after the merge, and print both accept lengths",
+        help="file of prompts, as for eval, to decode before and after the merge; prints both accept lengths",
     )
     group.add_argument("--max-new-tokens", type=int, default=64, help="new tokens per prompt, for --check")
     commands.add_subcommand("merge-mtp", merge, help="merge trained MTP modules into a full checkpoint")
@@ -107,8 +109,8 @@ def _convert(options) -> int:
     # The dtypes that weights may be converted to; fp8 can be kept, but not produced.
     dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": options.model_type}
-    # The kind of source decides the direction: an mtpjax checkpoint is converted to Hugging Face's format, anything
-    # else to mtpjax's.
+    # The kind of source decides the direction. An mtpjax checkpoint is converted to Hugging Face's format, and anything
+    # else to mtpjax's format.
     source = find_checkpoint(options.source)
     with show_bytes_read(source, options.target) as progress:
         if is_checkpoint(source):
@@ -144,7 +146,7 @@ def _merge_mtp(options) -> int:
     base = find_checkpoint(options.input_dir)
     with show_bytes_read(base, options.output_dir) as progress:
         report = merge_mtp(base, options.mtp_dir, options.output_dir, model_type=options.model_type, progress=progress)
-    # The counts show whether the modules were trained, or equal the ones already in the checkpoint.
+    # The counts show whether the modules were trained or are equal to those already in the checkpoint.
     print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
     if options.check is not None:
         from mtpjax.evaluation.merge_check import check_merge

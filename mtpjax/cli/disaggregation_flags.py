@@ -1,4 +1,4 @@
-"""Flags of `mtpjax serve` for prefill and decode on different machines, with SGLang's names where it has them."""
+"""Flags of `mtpjax serve` for prefill and decode on different machines, with SGLang's names where they exist."""
 
 SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
 
@@ -17,7 +17,7 @@ def add_disaggregation_flags(parser) -> None:
         "--disaggregation-transfer-backend",
         default="jax",
         choices=("jax", "http"),
-        help="how the KV cache is sent: by jax.experimental.transfer, or in the prefill server's HTTP response",
+        help="send the KV cache by jax.experimental.transfer, or in the prefill server's HTTP response",
     )
     group.add_argument(
         "--disaggregation-bootstrap-port",
@@ -33,5 +33,5 @@ def add_disaggregation_flags(parser) -> None:
         "--disaggregation-timeout",
         type=float,
         default=30.0,
-        help="seconds that a request waits for its KV cache, after which the decode server prefills the prompt itself",
+        help="seconds that a request waits for its KV cache before the decode server prefills the prompt itself",
     )

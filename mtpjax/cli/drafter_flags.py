@@ -43,20 +43,20 @@ def add_reading_flags(parser) -> None:
     group.add_argument(
         "--aux-layers",
         choices=("entered", "output"),
-        help="what an EAGLE-3 drafter's list of trunk layers refers to, if its files do not say: the hidden states "
-        "that enter these layers (vLLM), or their outputs (SGLang)",
+        help="for an EAGLE-3 drafter: whether its list of trunk layers refers to the hidden states that enter these "
+        "layers (vLLM) or to their outputs (SGLang), if its files do not say which",
     )
     group.add_argument(
         "--sample-from-anchor",
         action="store_true",
         default=None,
-        help="for a DFlash drafter, if its files do not say: the first slot of a block also drafts a token",
+        help="let the first slot of a block also draft a token, for a DFlash drafter whose files do not specify this",
     )
     group.add_argument(
         "--last-layer-state",
         choices=("before_norm", "after_norm"),
-        help="for a drafter that reads the last trunk layer, if its files do not say: whether it reads the hidden "
-        "states before the final norm (SGLang, vLLM) or after it (transformers)",
+        help="for a drafter that reads the last trunk layer: whether it reads the hidden states before the final norm "
+        "(SGLang, vLLM) or after it (transformers), if its files do not say which",
     )
 
 
@@ -76,7 +76,7 @@ def check_no_drafts(options) -> None:
 
 
 def chosen_method(options):
-    """Returns the `DraftMethod` of `--speculative-algorithm` or `--drafter`; None if neither is set, or for NONE."""
+    """Returns the `DraftMethod` of `--speculative-algorithm` or `--drafter`, or None without a flag or with NONE."""
     from mtpjax.drafters.methods import METHODS, find_method
 
     path, own = options.speculative_draft_model_path, getattr(options, "drafter", "mtp")
@@ -91,7 +91,7 @@ def chosen_method(options):
     require(own == "mtp", f"--drafter {own} and --speculative-algorithm select different drafters")
     name = options.speculative_algorithm
     name = name if ":" in name else name.upper()
-    # SGLang's EAGLE is either a drafter in files or MTP modules: the one that fits the path comes last and wins.
+    # SGLang's EAGLE is either a drafter in files or MTP modules. Sort the one that fits the path last, so that it wins.
     fitting = sorted(METHODS, key=lambda method: (method.files is not None) == (path is not None))
     known = {each: method for method in fitting for each in method.algorithms} | {NO_DRAFTS: None}
     if ":" not in name and name not in known:
@@ -110,7 +110,7 @@ def chosen_method(options):
 
 
 def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str, Any], Any]:
-    """Loads the drafter that the flags select. Returns arguments for `DecodeConfig` with it, and its parameters."""
+    """Loads the drafter that the flags select. Returns the `DecodeConfig` arguments with it, and its parameters."""
     path, wanted, method = options.speculative_draft_model_path, options.speculative_algorithm, chosen_method(options)
     reading, threshold = reading_of(options), options.speculative_dspark_confidence_threshold
     # 1. Without drafter files, reject flags that apply only to them.
@@ -134,7 +134,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         problem = f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {found.title}"
         require(hasattr(drafter, "confidence_threshold"), problem)
         drafter = dataclasses.replace(drafter, confidence_threshold=threshold)
-    # 3. The default depth: all levels of the drafter, or the method's usual number.
+    # 3. Choose the default depth, which is all levels of the drafter, or the method's usual number.
     steps = settings["num_steps"]
     steps = default_num_steps(drafter, model.config, found) if steps is None else steps
     return settings | {"drafter": drafter, "num_steps": steps}, draft_params

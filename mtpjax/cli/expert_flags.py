@@ -13,8 +13,8 @@ def add_expert_flags(parser) -> None:
         "--ep-num-redundant-experts",
         type=int,
         default=0,
-        help="additional expert copies per layer, to balance the load between devices: the experts with the highest "
-        "counts in --init-expert-location are copied",
+        help="number of additional expert copies per layer, which balance the load between devices; the experts with "
+        "the highest counts in --init-expert-location are copied",
     )
     group.add_argument(
         "--init-expert-location",
@@ -36,18 +36,18 @@ def add_expert_flags(parser) -> None:
 
 
 def check_expert_devices(options, mesh) -> None:
-    """Raises UsageError for `--enable-eplb` if `mesh` (None: one device) does not shard the experts."""
+    """Raises UsageError for `--enable-eplb` if `mesh` (None for one device) does not shard the experts."""
     if options.enable_eplb and _num_expert_devices(mesh) == 1:
         raise UsageError("--enable-eplb needs experts sharded over several devices: use --ep-size or --mesh expert=N")
 
 
 def place_experts_by_flags(params: dict, options, mesh) -> dict:
-    """Places the experts according to the flags; without such flags, returns the same parameters.
+    """Places the experts according to the flags. Without such flags, returns the same parameters.
 
     Args:
         params: parameters with unrolled layers.
         options: the parsed flags.
-        mesh: the server's mesh; None: the server uses one device.
+        mesh: the server's mesh, or None if the server uses one device.
 
     Raises:
         UsageError: the file of counts does not have SGLang's format.
@@ -63,7 +63,7 @@ def place_experts_by_flags(params: dict, options, mesh) -> dict:
 
 
 def read_expert_counts(path: str) -> dict[str, Any] | None:
-    """Reads SGLang's `logical_count`, a list of numbers for each trunk layer; None for "trivial"."""
+    """Reads SGLang's `logical_count`, a list of numbers for each trunk layer. Returns None for "trivial"."""
     from mtpjax.safe_open import read_json_file
 
     if path == "trivial":

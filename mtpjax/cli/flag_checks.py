@@ -1,4 +1,4 @@
-"""Checks a command line: one message lists all unknown flags, including SGLang's and vLLM's, and invalid values."""
+"""Checks a command line, and reports all unknown flags (also SGLang's and vLLM's) and invalid values in one message."""
 
 import argparse
 import functools
@@ -95,7 +95,7 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
         name, names = next(iter(arguments[len(command) :]), None), commands._name_parser_map
         if name is None:
             raise UsageError(f"a command is missing; `{' '.join(['mtpjax', *command, '--help'])}` lists the commands")
-        # A flag before the command: `check_flags` reports it.
+        # There is a flag before the command, which `check_flags` reports.
         if name.startswith("-"):
             break
         if name not in names:
@@ -114,13 +114,13 @@ def check_flags(
     Args:
         arguments: the command line after the name of the command.
         parser: the parser of the command.
-        advise: returns the program that an unknown flag comes from, and advice; None for other flags.
+        advise: returns the program from which an unknown flag comes, and advice; None for other flags.
 
     Returns:
         The arguments, with underscores in flag names replaced by dashes.
 
     Raises:
-        UsageError: flags are unknown or missing, or have invalid values. The message lists each, and what to do.
+        UsageError: flags are unknown or missing, or have invalid values. The message lists all of them with advice.
     """
     known, seen = parser._option_string_actions, set()
     checked, wrong, bad_values = [], [], []

@@ -1,4 +1,4 @@
-"""`mtpjax generate`: reads the prompts, decodes them in batches, and prints texts and log-probabilities."""
+"""`mtpjax generate`, which reads prompts, decodes them in batches, and prints texts and log-probabilities."""
 
 import dataclasses
 import sys
@@ -93,7 +93,7 @@ def _check_flags(options, settings: dict[str, Any]) -> None:
         raise ValueError(f"--logprobs must be within 0..{MAX_TOP}, got {options.logprobs}")
     for stop in options.stop:
         require(stop, "--stop must not be empty")
-        # A shell passes \n as two characters, which texts with real newlines do not contain.
+        # A shell passes \n as two characters, which do not match a newline in a text.
         if any(escape in stop for escape in ("\\n", "\\t", "\\r")):
             advice = "has a backslash: in a shell, write a newline or a tab as $'...'"
             print(f"mtpjax generate: --stop {printable(stop, 100)} {advice}", file=sys.stderr)
@@ -151,11 +151,11 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     settings, draft_params = load_drafter_of(options, settings, model)
     config = _decode_config(options, settings, loaded_config, tokenizer, batch=min(options.batch_size, len(rows)))
     _check_lengths(prompts, rows, config, model.config.max_position_embeddings)
-    # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
+    # Warn if the MTP modules draft worse than they did in training. Otherwise, damaged modules would go unnoticed.
     if config.num_steps and uses_mtp_modules(config.drafter):
         check_acceptance(path, model, params)
-    # The texts go to stdout and everything else to stderr, so that the texts can be piped. All processes have the
-    # texts, and one prints them.
+    # Print the texts to stdout and everything else to stderr, so that the texts can be piped. All processes have the
+    # texts, but only one prints them.
     prints = is_main_process()
     output = Output(options, tokenizer, is_one=len(prompts) == 1)
     sampling = config_flags.sampling_params(options)
@@ -167,7 +167,7 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
 
     arguments: dict[str, Any] = {
         "model": model,
-        # A seed per row, so that a repeated prompt gets a different text.
+        # Use a different seed per row, so that a repeated prompt gets a different text.
         "sampling": dataclasses.replace(sampling, seed=[options.seed + number for number in range(len(rows))]),
         "make_stream": make_stream,
         "batch_size": options.batch_size,
@@ -199,7 +199,7 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
 
 
 def _check_lengths(prompts: list, rows: list[list[int]], config, positions: int) -> None:
-    """Raises ValueError for a prompt that leaves no room for a new token; the message names it."""
+    """Raises a ValueError that identifies the prompt if a prompt leaves no room for a new token."""
     limit = min(config.max_length or positions, positions)
     for prompt, row in zip(prompts, rows, strict=True):
         if len(row) >= limit:
@@ -218,7 +218,7 @@ def _score(params, rows: list[list[int]], completions: Sequence, options, model)
 
 
 def _decode_config(options, settings: dict[str, Any], config, tokenizer, *, batch: int):
-    """Makes the `DecodeConfig` of the command; adaptive depth takes its costs from a profile."""
+    """Makes the `DecodeConfig` of the command. Adaptive depth reads its costs from a profile."""
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.evaluation.profile_file import load_depth_settings
 

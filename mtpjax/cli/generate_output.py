@@ -1,4 +1,4 @@
-"""The output of `mtpjax generate`: texts, log-probabilities, counts, and the comparison with plain decoding."""
+"""Prints `mtpjax generate`'s texts, log-probabilities and counts, and compares the texts with plain decoding."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
-MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
+MIN_LOGPROB = -9999.0  # vLLM's value, because JSON has no infinity
 COLORS = ("green", "cyan", "magenta", "yellow")  # of the draft levels
 
 
@@ -60,7 +60,7 @@ class Output:
         return {"token": self._text_of(token), "id": token, "logprob": round(max(logprob, MIN_LOGPROB), 6)}
 
     def _format_scores(self, tokens: list[int], scores) -> list[str]:
-        """Formats a line per token: its log-probability, its text, and the most likely tokens at its position."""
+        """Formats a line per token with its log-probability, its text, and the most likely tokens at its position."""
         num_top = self._options.logprobs
         lines = ["  logprob  token" + (f"            {num_top} most likely" if num_top else "")]
         for token, logprob, top_ids, top in zip(tokens, *scores, strict=True):
@@ -74,7 +74,7 @@ class Output:
 
 
 class SpanPrinter:
-    """Prints generated text to stdout. A terminal shows accepted drafts in a color per level.
+    """Prints generated text to stdout. A terminal shows accepted drafts in one color per level.
 
     Attributes:
         is_terminal: stdout is a terminal.
@@ -156,7 +156,7 @@ def compare_with_plain(
         is_equal = [same or text == other for same, text, other in zip(is_equal, texts, wide, strict=True)]
         how = ", in passes of the same width: narrower ones round differently" if all(is_equal) else ""
     lines = [f"identical to plain decoding: {'yes' if all(is_equal) else 'NO'}{how}"]
-    # For each prompt that differs, show where, and how close the two tokens' logits are: a near tie is rounding.
+    # For each text that differs, show where, and how close the two tokens' logits are. A near tie indicates rounding.
     for number, divergence in enumerate(first_divergences(params, prompts, texts, plain, model=model), start=1):
         if divergence is not None:
             gap = f"the trunk's logits for the two tokens are {divergence.gap:.2g} apart"

@@ -31,7 +31,7 @@ class _InterruptHandler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         self.waiting_since = now if self.waiting_since is None else self.waiting_since
-        # A program that runs the command during its own import must still end.
+        # A program that runs the command while it is itself being imported must still be interruptible.
         if not _is_unsafe(frame) or now - self.waiting_since > MAX_SECONDS:
             self.waiting_since = None
             raise KeyboardInterrupt

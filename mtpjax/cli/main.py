@@ -1,4 +1,4 @@
-"""The `mtpjax` command: parses the flags, runs the command, maps exceptions to exit codes."""
+"""The `mtpjax` command, which parses the flags, runs a command, and maps exceptions to exit codes."""
 
 import contextlib
 import io
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     all other errors.
 
     Args:
-        arguments: the command line without the program's name; None: `sys.argv`.
+        arguments: the command line without the program's name, or None for `sys.argv`.
     """
     if arguments is None:
         defer_interrupts()
@@ -104,15 +104,15 @@ def _run(arguments: list[str] | None) -> NoReturn:
         # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
         exit_without_shutdown(_exit_code(LostProcess))
     except Exception as error:
-        # Running out of memory surfaces as many kinds of errors: an import that fails, a thread that does not start, a
-        # file that cannot be read.
+        # Running out of memory causes many kinds of errors, such as an import that fails, a thread that does not start,
+        # or a file that cannot be read.
         if is_memory_error(error) and not isinstance(error, MemoryTooSmall):
             problem = f"memory is too small ({type(error).__name__}: {printable(error, 200)})"
             print(f"{name}: {'; '.join(filter(None, [problem, describe_address_limit()]))}", file=sys.stderr)
             sys.exit(_exit_code(MemoryTooSmall))
         if not isinstance(error, ValueError | OSError | ResumableError):
             raise
-        # A user error, not a bug: print one line without a traceback.
+        # This is a user error and not a bug, so print one line without a traceback.
         print(f"{name}: {printable(error)}", file=sys.stderr)
         sys.exit(_exit_code(type(error)))
 
@@ -141,7 +141,7 @@ def _exit_code(kind: type[Exception]) -> int:
 
 
 def _prepare_process(command: str, *, is_own: bool) -> None:
-    """Sets up the process for a command; with `is_own`, the process runs only this command."""
+    """Sets up the process for a command. With `is_own`, the process runs only this command."""
     # `keep_freed_memory` may restart the process.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
@@ -167,7 +167,7 @@ def _parse(arguments: list[str]):
             sys.stdout.write(printed.getvalue())
             sys.stdout.flush()
         except OSError as error:
-            # The interpreter would flush again at exit, and fail again.
+            # Otherwise, the interpreter would flush stdout again at exit, and fail again.
             sys.stdout = None
             print(f"mtpjax: the output cannot be written: {error}", file=sys.stderr)
             raise SystemExit(2) from None
@@ -176,7 +176,7 @@ def _parse(arguments: list[str]):
 
 def make_parser() -> CommandParser:
     """Makes the `mtpjax` parser with all subcommands."""
-    # This runs without JAX, so `--help` answers at once.
+    # This runs without JAX, so that `--help` answers at once.
     parser = CommandParser(
         prog="mtpjax",
         description="Multi-token prediction in JAX: training, speculative decoding, conversion and serving. "

@@ -45,7 +45,7 @@ def _add_profile(commands) -> None:
     group.add_argument(
         "--acceptance-rates",
         metavar="FILE",
-        help="output of `mtpjax eval acceptance` on similar prompts: adaptive depth starts from its acceptance rates",
+        help="output of `mtpjax eval acceptance` on similar prompts; adaptive depth starts from its acceptance rates",
     )
     profile.flag_group("output").add_argument(
         "--output",
@@ -153,7 +153,7 @@ def _prompt_choice(options):
 
 def _profile(options) -> int:
     drafter_path = options.speculative_draft_model_path
-    # This default is for MTP modules; other drafters have their own.
+    # This default is for MTP modules. Other drafters have different defaults.
     check_no_drafts(options)
     if options.num_steps is None and drafter_path is None:
         options.num_steps = DEFAULT_PROFILE_STEPS
@@ -201,7 +201,7 @@ def _profile(options) -> int:
         limit = f"the model's maximum length of {model.config.max_position_embeddings} tokens"
         problem = f"--context {options.context} leaves no room within {limit}"
         print(f"mtpjax profile: {problem}: measured with {measured['context']}", file=sys.stderr)
-    # Save before printing: the tables are only a summary of the file.
+    # Save before printing, because the tables are only a summary of the file.
     profile_file.save(output, measured)
     print_parts(rich.console.Console(), profile_report.tables(measured))
     print(f"wrote {printable(output)}", file=sys.stderr)
@@ -249,7 +249,7 @@ def _eval_acceptance(mesh, options) -> int:
     if draft_params is None:
         check_acceptance(path, model, params)
     console = rich.console.Console()
-    # Cut prompts change the measurement, so print that.
+    # Cut prompts change the measurement, so print how many there are.
     if cut:
         print(f"cut to {count_of(limit, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
     with progress_bar() as bar:
@@ -268,7 +268,7 @@ def _eval_acceptance(mesh, options) -> int:
     identical = int(acceptance.is_identical.sum())
     is_compared = not options.temperature or config.acceptance == "sample"
     code = 4 if is_compared and identical < len(prompts) else 0
-    # All processes have the results, and one writes and prints them.
+    # All processes have the results, but only one writes and prints them.
     if not is_main_process():
         return code
     # The file also records the settings, so that two files can be compared.

@@ -7,7 +7,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def add_mesh_flag(parser, help: str) -> None:
-    """Adds `--mesh`, which `parse_mesh` reads, with this help text."""
+    """Adds `--mesh` with this help text. `parse_mesh` reads its value."""
     parser.flag_group("devices").add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help=help)
 
 
@@ -15,8 +15,8 @@ def add_mesh_flags(parser) -> None:
     """Adds `--mesh` for a command that decodes, and the flags for multi-process runs."""
     add_mesh_flag(
         parser,
-        "shard the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
-        "experts over data and expert (default: one device)",
+        "shard the model over devices, such as data=2,tensor=4; rows are sharded over data, heads and columns over "
+        "tensor, and experts over data and expert (default: one device)",
     )
     add_process_flags(parser)
 
@@ -81,7 +81,7 @@ def connect_processes(options) -> None:
 
 @contextlib.contextmanager
 def open_mesh(options) -> Iterator:
-    """Joins the other processes, if any, and yields the command's mesh; None for one device.
+    """Joins the other processes, if any, and yields the command's mesh, or None for one device.
 
     Raises:
         ValueError: the mesh does not match JAX's devices.

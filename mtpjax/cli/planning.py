@@ -13,9 +13,9 @@ from mtpjax.cli.prediction import DEVICE_NAMES, read_model
 
 def add_commands(commands) -> None:
     plan = command_parser(
-        "Estimate what a model needs on several GPUs before you rent them: memory per GPU, the largest batch and "
-        "context, the time per round and the speedup from drafting, for every mesh that divides the model. The sizes "
-        "of weights, caches and state are exact. Temporary memory and times are estimates, not measurements; "
+        "Estimate how a model would run on several GPUs before you rent them. For every mesh that divides the model, "
+        "show the memory per GPU, the largest batch and context, the time per round and the speedup from drafting. The "
+        "sizes of weights, caches and state are exact. Temporary memory and times are estimates, not measurements; "
         "--compile compiles the decoding call for H100s instead, without a GPU."
     )
     group = plan.flag_group("model")
@@ -49,16 +49,16 @@ def add_commands(commands) -> None:
     group.add_argument(
         "--accept-length",
         type=float,
-        help="accept length to assume, bonus token included (default: from a conditional acceptance rate of 0.8 at "
-        "every level)",
+        help="accept length to assume, including the bonus token (default: from a conditional acceptance rate of 0.8 "
+        "at every level)",
     )
     plan.flag_group("training").add_argument(
         "--train",
         nargs="?",
         const="all",
         choices=("all", "modules"),
-        help="plan training instead: memory for parameters and optimizer when training all parameters (default) or "
-        "only the MTP modules on a frozen trunk",
+        help="plan the memory for training instead (parameters and optimizer), with all parameters trained (default) "
+        "or only the MTP modules on a frozen trunk",
     )
     group = plan.flag_group("output")
     group.add_argument("--output", metavar="FILE", help="JSON file to write; the plot is saved under the same name")
@@ -127,7 +127,7 @@ def _plan(options) -> int:
     config, params = read_model(options.model, options.model_type)
     if params is None or options.weights != "stored":
         params = stored_shapes(config, has_fp8=options.weights == "fp8")
-    # A plan for training has its own table, and no rounds.
+    # A plan for training has a different table, and no rounds.
     if options.train is not None:
         rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
         console.print(plan_report.train_table(rows, device, options.count))
@@ -144,7 +144,7 @@ def _plan(options) -> int:
     result = plan_report.compare_meshes(config, params, device, meshes, load)
     for line in plan_report.describe(result, device, options.count):
         console.print(line)
-    # 4. XLA's numbers in addition to the estimates, then JSON and the plot.
+    # 4. Add XLA's numbers to the estimates, and then write the JSON file and the plot.
     if options.compile and result.best is not None:
         _compile_best(result, config, params)
         console.print(plan_report.compiled_line(result))

@@ -41,7 +41,7 @@ def print_prediction(options) -> list:
 
     from mtpjax.evaluation.roofline_report import tables
 
-    # Check the flags: predictions exist for chains of MTP modules only.
+    # Check the flags, because predictions exist only for chains of MTP modules.
     if options.speculative_draft_model_path is not None:
         raise ValueError("--predict supports MTP modules only; without --predict, other drafters can be measured")
     if options.num_steps < 0 or options.topk != 1:
@@ -69,7 +69,7 @@ def read_model(path: str, family: str | None):
     """Reads the config and shapes for a prediction from a preset, a checkpoint or a folder with only `config.json`.
 
     Returns:
-        The config, and the shapes of the stored parameters; no shapes (None) for a preset, which has no files.
+        The config, and the shapes of the stored parameters, which are None for a preset because it has no files.
 
     Raises:
         UsageError: the name is neither a preset nor a path.
@@ -96,7 +96,7 @@ def read_model(path: str, family: str | None):
 
 
 def _bytes_of_weight(params) -> float:
-    """Returns the mean bytes per weight; the bytes of fp8 block scales count towards their weights."""
+    """Returns the mean bytes per weight, in which the bytes of fp8 block scales count towards their weights."""
     import math
 
     import jax

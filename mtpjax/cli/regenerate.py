@@ -13,9 +13,9 @@ from mtpjax.messages import count_of
 def add_commands(commands) -> None:
     parser = command_parser(
         "Let the model rewrite the answers of conversations, or continue prompts and documents, to make training data "
-        "for `mtpjax train`: drafters trained on the model's own text have higher acceptance rates. Each record "
-        "becomes a line of the output with 'messages' or 'text' and the reason why each answer ended. "
-        "OUTPUT.about.json holds the settings and the progress. Run the same command again to resume."
+        "for `mtpjax train`, because drafters trained on the model's own text have higher acceptance rates. Each "
+        "record becomes a line of the output with 'messages' or 'text' and the reason why each answer ended. "
+        "OUTPUT.about.json contains the settings and the progress. Run the same command again to resume."
     )
     common.add_decoding_model_flags(parser)
     group = common.add_data_flags(
@@ -71,7 +71,7 @@ def _regenerate_on(mesh, options) -> int:
     config = DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
     chosen = {name: options[name] for name in names}
     request = RegenerationRequest(paths=paths, config=config, sampling=config_flags.sampling_params(options), **chosen)
-    # On a terminal a bar shows the progress; elsewhere each update is a line.
+    # On a terminal, a bar shows the progress. Elsewhere, each update is a line.
     console, prints = rich.console.Console(stderr=True), is_main_process()
     with rich.progress.Progress(console=console, disable=not (console.is_terminal and prints)) as bar:
         task = bar.add_task("compiling", total=1.0)
@@ -91,7 +91,7 @@ def _regenerate_on(mesh, options) -> int:
                 model_digest=checkpoint_digest(path),
                 progress=show,
             )
-        # The output holds only complete records, so the same command continues it.
+        # The output contains only complete records, so the same command can continue it.
         except KeyboardInterrupt:
             incomplete = f"{printable(options.output)} is incomplete; run the same command again"
             print(f"mtpjax regenerate: {incomplete}", file=sys.stderr)

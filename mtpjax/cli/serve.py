@@ -35,7 +35,7 @@ def engine_settings(options) -> dict[str, Any]:
         if settings["acceptance"] not in ("auto", rule):
             raise ValueError(f"the acceptance rule is set twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
-    # A changing depth needs a rule that gives the same text for a seed with any number of drafts.
+    # If the depth varies, choose a rule with which the text for a seed does not depend on the number of drafts.
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
     if changes_depth and settings["acceptance"] == "auto":
         settings["acceptance"] = "sample"
@@ -87,7 +87,7 @@ def run_serve(options) -> int:
     check_used(options)
     check_no_drafts(options)
     engine_settings(options)
-    # The number of threads and the compilation cache are set before anything imports JAX, as a user's rule may do.
+    # Set the number of threads and the compilation cache first, because a user's rule may import JAX.
     set_threads(options.model_path)
     check_lossy(options.acceptance, options)
     chosen_method(options)
@@ -118,11 +118,11 @@ def _serve_on(mesh, options, disaggregation) -> int:
     check_expert_devices(options, mesh)
     server = server_settings(options)
     with contextlib.ExitStack() as stack:
-        # 1. The port is open from the start: clients are told that the server is loading.
+        # 1. Open the port first, so that clients are told that the server is loading.
         listener = stack.enter_context(listen(options.host, options.port)) if is_main_process() else None
         loading = stack.enter_context(contextlib.ExitStack())
         report = loading.enter_context(open_port(listener, "mtpjax serve")).report
-        # 2. The model, its tokenizer and its drafter.
+        # 2. Load the model, its tokenizer and its drafter.
         path = find_checkpoint(options.model_path)
         template = None if options.chat_template is None else read_text(options.chat_template)
         check_same_start(options, path)
@@ -140,7 +140,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         if config.num_steps and uses_mtp_modules(config.drafter):
             report("checking the drafts")
             check_acceptance(path, model, params)
-        # 3. The engine, whose calls the other processes also run. Pages from a prefill server arrive in host memory.
+        # 3. Make the engine, whose calls the other processes also run. Pages from a prefill server are in host memory.
         uses_host = options.enable_hierarchical_cache or disaggregation is not None
         grammars = load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size)
         settings = engine_sizes(options, params, model=model, config=config, uses_host=uses_host)
@@ -151,7 +151,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         followers = stack.enter_context(connect_followers(options, params, arguments, grammars))
         if listener is None:
             return 0
-        # 4. The server.
+        # 4. Run the server.
         started = {"server": server, "model_name": api.model_name, "followers": followers, "report": report}
         make_engine = functools.partial(Engine, params, **arguments, grammars=grammars)
         engine, metrics = stack.enter_context(running_engine(make_engine, **started))

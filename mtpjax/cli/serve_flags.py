@@ -14,9 +14,9 @@ KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
 
 def make_parser():
     parser = command_parser(
-        "Serve a model over HTTP: OpenAI's routes /v1/completions and /v1/chat/completions, SGLang's /generate, and a "
-        "page with a chat and the server's state at /. Flags have SGLang's names. By default, the server listens only "
-        "on this machine: see --host. After SIGTERM it finishes the running requests and exits."
+        "Serve a model over HTTP, with OpenAI's routes /v1/completions and /v1/chat/completions, SGLang's /generate, "
+        "and a page at / that shows a chat and the server's state. The flags have SGLang's names. By default, the "
+        "server listens only on this machine (see --host). After SIGTERM it finishes the running requests and exits."
     )
     add_decoding_model_flags(parser)
     _add_model_flags(parser)
@@ -63,7 +63,7 @@ def _add_server_flags(parser) -> None:
 
 
 def add_listen_flags(group) -> None:
-    """Adds the flags of a server that listens: address, log level and shutdown."""
+    """Adds the flags of a listening server for address, log level and shutdown."""
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses")
     group.add_argument("--port", type=int, default=30000, help="port to listen on; 0: any free port")
     levels = ("debug", "info", "warning", "error")
@@ -99,7 +99,7 @@ def _add_batch_flags(parser) -> None:
         "--max-queued-requests",
         type=int,
         default=1024,
-        help="maximum number of queued requests; further ones get status 429",
+        help="maximum number of queued requests; further requests get status 429",
     )
     group.add_argument("--max-queue-seconds", type=float, help="maximum seconds in the queue (default: no limit)")
     group.add_argument(
@@ -158,8 +158,8 @@ def _add_draft_flags(parser) -> None:
     group.add_argument(
         "--speculative-adaptive",
         action="store_true",
-        help="choose the draft levels of each call, up to --num-steps, from the acceptance so far and the round times "
-        "measured at startup; --acceptance auto then means sample",
+        help="choose the number of draft levels for each call, up to --num-steps, by the acceptance so far and the "
+        "round times measured at startup; --acceptance auto then means sample",
     )
     group.add_argument(
         "--speculative-disable-by-batch-size",

@@ -1,4 +1,4 @@
-"""`mtpjax serve` in several processes: rejects unsupported flags, and checks that the processes belong together."""
+"""Checks the flags of a multi-process `mtpjax serve` and whether its processes match, and then connects them."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from mtpjax.version import __version__
 # Flags that may differ between processes, and keys, which never leave their process.
 OF_ONE_PROCESS = ("node_rank", "dist_init_addr", "host", "port", "api_key", "log_level", "model_path", "tokenizer_path")
 WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
-END_BYTES = 1 << 16  # hashed at the start and at the end of each weight file
+END_BYTES = 1 << 16  # number of bytes to hash at the start and at the end of each weight file
 
 
 def check_process_flags(options) -> None:
@@ -68,7 +68,7 @@ def connect_followers(options, params: dict, arguments: dict[str, Any], grammars
     from mtpjax.serving.multihost.connection import Leader, connect_processes
     from mtpjax.serving.multihost.follower import follow
 
-    # Sizes depend on a machine's memory, and programs on its installed packages.
+    # The number of pages depends on a machine's memory, and the grammar backend on its installed packages.
     settings = arguments["settings"]
     check_same({"number of pages": settings.num_pages, "--grammar-backend": grammars is not None})
     with connect_processes(options.dist_init_addr) as link:

@@ -8,8 +8,8 @@ from mtpjax.messages import count_of
 
 def add_serve_router(commands) -> None:
     router = command_parser(
-        "Route each request to one of several servers of the same model: the one with the fewest running requests. "
-        "Among equally busy servers, prompts with the same beginning go to the same one, to reuse its prefix cache. "
+        "Distribute requests over several servers of the same model, each to the server with the fewest running ones. "
+        "Among equally busy servers, prompts with the same beginning go to the same server, to reuse its prefix cache. "
         "Servers that do not answer get no requests until they do. The servers check API keys, which the router "
         "forwards."
     )

@@ -19,10 +19,10 @@ def engine_sizes(options, params: dict, *, model, config, uses_host: bool):
 
     Args:
         options: the parsed flags.
-        params: parameters of the model, already on their devices: the pool of pages takes the memory that is left.
+        params: parameters of the model, already on their devices, because the page pool uses the remaining memory.
         model: the model.
         config: the `DecodeConfig` of every request.
-        uses_host: pages may be in host memory.
+        uses_host: whether pages may be in host memory.
 
     Raises:
         MemoryTooSmall: there is no room for the pages of one text.
@@ -100,7 +100,7 @@ def api_settings(options, path, config, *, has_grammars: bool):
 
 
 def disaggregation_settings(options) -> Any:
-    """Returns the `DisaggregationSettings`; None for a server that does both.
+    """Returns the `DisaggregationSettings`, or None for a server that does both prefill and decode.
 
     With a mode, this imports JAX, so the number of threads must be set first.
 
@@ -161,7 +161,7 @@ def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
 
 
 def _drafter_name(options, config) -> str | None:
-    """Returns SGLang's name for the active draft method, or the name that the user gave; None without drafts."""
+    """Returns SGLang's name for the active draft method, the user's name for it, or None without drafts."""
     from mtpjax.drafters.methods import method_of
 
     if not config.num_steps:

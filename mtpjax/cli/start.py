@@ -1,4 +1,4 @@
-"""The entry point of the `mtpjax` command: Ctrl-C ends it with one line, even while it is still importing."""
+"""The entry point of the `mtpjax` command, which Ctrl-C ends with a one-line message, even during its imports."""
 
 import sys
 
@@ -7,7 +7,7 @@ from mtpjax.errors import INTERRUPTED
 
 
 def main() -> None:
-    """Runs the command and exits; see `mtpjax.cli.main.main`."""
+    """Runs the command and exits, as described in `mtpjax.cli.main.main`."""
     defer_interrupts()
     try:
         from mtpjax.cli.main import main as run

@@ -1,8 +1,8 @@
 """Runs a command in a child process, so that the parent can turn aborts of JAX's runtime into an exit code.
 
-When the process that coordinates a multi-process run dies, or another one sends no heartbeats, JAX's runtime aborts the
-process from its own thread. Native threads abort it too when `ulimit -v` leaves no memory for them. Python code in the
-same process cannot prevent that, and schedulers would treat it as a crash.
+When the process that coordinates a multi-process run dies, or another process sends no heartbeats, JAX's runtime aborts
+the process from a native thread. Native threads also abort it when `ulimit -v` leaves no memory for them. Python code
+in the same process cannot prevent this, and schedulers would treat it as a crash.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[in
     Must run before anything starts threads, and so before JAX is used.
 
     Args:
-        name: the command, which starts the message.
+        name: the command, which is printed before the message.
         exit_code: the parent's exit code if one of `signals` ends the child.
-        message: the reason, and what the user can do, in one line.
+        message: one line with the reason and what the user can do.
         signals: the signals with which native code may end the child.
     """
     parent = os.getpid()
@@ -39,7 +39,7 @@ def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[in
     if -code in signals:
         print(f"{name}: {message}", file=sys.stderr, flush=True)
         code = exit_code
-    if code < 0:  # ended by another signal: end by the same one
+    if code < 0:  # the child was ended by another signal, so end by the same one
         if -code != signal.SIGKILL:  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(parent, -code)
@@ -49,7 +49,7 @@ def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[in
 def _end_with(parent: int) -> None:
     """Kills this process when its parent ends, and leaves the parent's process group.
 
-    In the group, Ctrl-C would reach this process twice: from the terminal and from the parent.
+    In the same group, Ctrl-C would reach this process twice, once from the terminal and once from the parent.
     """
     os.setpgid(0, 0)
     if hasattr(libc := ctypes.CDLL(None), "prctl"):  # Linux

@@ -47,12 +47,13 @@ def _add_quickstart(commands) -> None:
 
 def _add_train(commands) -> None:
     train = command_parser(
-        "Train a model with its MTP modules, or modules on a frozen trunk: mtpjax train data=FOLDER output=runs/mine. "
-        "FOLDER holds text files of any kind, or records in .jsonl, .json or .parquet. `mtpjax.TrainConfig` documents "
-        "the settings, and --print-config prints them. Nested settings are written with dots. model.* settings change "
-        "the preset's architecture (--print-model prints it), and model=FILE.yaml replaces it. To train every MTP "
-        "module, set model.num_mtp_modules and num_depths to the same number: depth k trains module k, depths beyond "
-        "the last module run that module again, and modules beyond num_depths are not trained."
+        "Train a model with its MTP modules, or only the modules on a frozen trunk, for example with mtpjax train "
+        "data=FOLDER output=runs/mine. FOLDER contains text files of any kind, or records in .jsonl, .json or "
+        ".parquet. `mtpjax.TrainConfig` documents the settings, and --print-config prints them. Nested settings are "
+        "written with dots. model.* settings change the preset's architecture (--print-model prints it), and "
+        "model=FILE.yaml replaces it. To train every MTP module, set model.num_mtp_modules and num_depths to the same "
+        "number: depth k trains module k, depths beyond the last module run that module again, and modules beyond "
+        "num_depths are not trained."
     )
     group = train.flag_group("settings")
     group.add_argument("--config", metavar="FILE", help="YAML file of settings (default: none)")
@@ -107,8 +108,8 @@ def _quickstart(options) -> int:
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
 
-    # --quick stops after a few updates. Otherwise the time limit ends training, but a slow or busy machine still makes
-    # enough updates that the model's texts do not loop.
+    # --quick stops after a few updates. Otherwise, the time limit ends training, but a slow or busy machine still makes
+    # enough updates so that the model's texts do not loop.
     steps, seconds, min_steps = (20, math.inf, 0) if options.quick else (10**9, options.seconds, QUICKSTART_UPDATES)
     config = TrainConfig(
         preset=options.preset,
@@ -123,7 +124,7 @@ def _quickstart(options) -> int:
     try:
         return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
     except Preempted:
-        # This command has no --resume: it replaces its run.
+        # This command has no --resume, because it replaces its run.
         print("mtpjax quickstart: interrupted; run the same command to start again", file=sys.stderr)
         return 130
 
@@ -147,7 +148,7 @@ def _train(options) -> int:
         raise ValueError("--resume and --overwrite cannot be combined: one resumes the run, the other replaces it")
     if options.allow_config_change and not options.resume:
         raise ValueError("--allow-config-change needs --resume: a new run has no settings to differ from")
-    # Modes that train nothing: print the settings or the architecture, or check them against data and memory.
+    # Some modes train nothing, and only print the settings or the architecture, or check them against data and memory.
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
@@ -168,11 +169,11 @@ def _train(options) -> int:
     except Preempted as ended:
         print(f"mtpjax train: {ended}", file=sys.stderr)
         return 75
-    # The losses became infinite or NaN; running again would end the same way.
+    # The losses became infinite or NaN, and another run would end in the same way.
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
-    # All processes have the results, and one prints them.
+    # All processes have the results, but only one prints them.
     if not distributed.is_main_process():
         return 0
     print_panel(rich.console.Console(), result.panel)
@@ -194,7 +195,7 @@ def _compare(options) -> int:
     if options.output is not None:
         require_matplotlib()
     pictures = [] if options.output is None else picture_paths(options.output, options.plot_formats)
-    # Read all runs first: a wrong folder fails before anything is printed.
+    # Read all runs first, so that a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()
     print_parts(console, tables(runs, console.width))

@@ -13,8 +13,8 @@ def add_commands(commands) -> None:
     tune = command_parser(
         "Measure on this GPU whether the kernel or XLA is faster for each op, at the shapes that a model uses when it "
         "decodes. --implementation auto then uses the faster one. The times are saved in the user's cache folder, "
-        "for this type of device and these versions of JAX and the kernels. Each is saved as soon as it is "
-        "measured: run the same command again to resume."
+        "for this type of device and these versions of JAX and the kernels. Each time is saved as soon as it is "
+        "measured, so you can run the same command again to resume."
     )
     add_model_path_flag(tune)
     add_config_flags(tune, SHAPE_FIELDS, num_steps=3)

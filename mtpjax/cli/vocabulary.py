@@ -33,7 +33,7 @@ def _vocabulary(options) -> int:
     path = find_checkpoint(options.model_path)
     vocab_size = inspect(path, model_type=options.model_type)["configuration"]["vocab_size"]
     tokenizer = load_tokenizer(path, vocab_size)
-    # Always keep the special tokens: MTP modules must be able to draft end-of-text.
+    # Always keep the special tokens, because MTP modules must be able to draft end-of-text.
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
     # Check the output and the size before the corpus is read.
     check_output_file(options.output)
@@ -51,7 +51,7 @@ def _vocabulary(options) -> int:
     shares = {size: draft_vocabulary.coverage(corpus.counts, choose(size)) for size in sizes}
     ids = choose(options.size)
     draft_vocabulary.save_vocabulary(options.output, ids, counts=corpus.counts, source=options.data, sizes=shares)
-    # Show the sizes with the chosen one in bold.
+    # Show the sizes, with the chosen size in bold.
     table = rich.table.Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("size", "of the vocabulary", "of the corpus"):
         table.add_column(heading, justify="right")

@@ -10,7 +10,7 @@ from mtpjax.data.hidden_text import Spans
 from mtpjax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError
 from mtpjax.errors import AnswerLocationError, ConversationError, DroppedTextError
 
-# The date for templates that write one, so that tokens do not change from day to day.
+# A fixed date for templates that write today's date, so that tokens do not change from day to day.
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
 
 
@@ -19,17 +19,17 @@ def encode_chat(
 ) -> tuple[list[int], np.ndarray]:
     """Encodes a conversation, and marks the tokens of the assistant's answers as targets.
 
-    Answers are the contents of the template's `{% generation %}` blocks. Without such blocks, an answer is the text
-    that the template writes after the prompt that decoding would see. An answer ends with its last end token. If it
-    contains no end token, an end token right after it is also a target, because it stops decoding (GLM's `<|user|>`);
-    so is the end token that packing adds after the conversation. Messages with `"weight": 0` are not targets.
+    Answers are the contents of the template's `{% generation %}` blocks. If the template has no such blocks, an answer
+    is the text that it writes after the prompt that decoding would see. An answer ends with its last end token. If an
+    answer contains no end token, the end token that directly follows it is also a target, because it stops decoding
+    (such as GLM's `<|user|>`, or the one that packing adds at the end). Messages with `"weight": 0` are not targets.
 
     Args:
-        **template_variables: template variables, such as `tools`.
+        **template_variables: variables for the chat template, such as `tools`.
 
     Returns:
-        Tokens `[n]`, and `[n + 1]` bool, true where a token is a target; the last entry is the end token that packing
-        adds.
+        The tokens `[n]`, and a bool mask `[n + 1]` that is true for targets. The last entry is for the end token that
+        packing adds.
 
     Raises:
         AnswerLocationError: the answers cannot be located, because the template writes a message differently when more
@@ -43,7 +43,7 @@ def encode_chat(
                 messages, add_generation_prompt=False, with_generation=True, **template_variables
             )
         except DroppedTextError as error:
-            # A template that drops earlier answers may still write each of them as the last message.
+            # A template that drops earlier answers may still write each of them when it is the last message.
             if error.index not in _answer_indices(messages):
                 raise
             raise _not_located(error.index, messages, error) from error
@@ -58,18 +58,18 @@ def encode_chat(
 def encode_answers(
     messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, **template_variables: Any
 ) -> tuple[list[tuple[list[int], np.ndarray]], list[str]]:
-    """Encodes a conversation as documents in which all answers that can be located are targets.
+    """Encodes a conversation as one or more documents, in which every answer that can be located is a target.
 
-    The result is one document if `encode_chat` can locate every answer. Otherwise each answer gets a separate document:
-    the prompt as decoding sees it, and the answer as the template writes it as the last message. For example, templates
-    for reasoning models remove the reasoning from earlier answers.
+    The result is one document if `encode_chat` can locate every answer. Otherwise, each answer gets a separate document
+    with the prompt as decoding sees it and the answer as the template writes it in the last message. For example,
+    this happens with reasoning models, whose templates remove the reasoning from earlier answers.
 
     Args:
-        **template_variables: template variables, such as `tools`.
+        **template_variables: variables for the chat template, such as `tools`.
 
     Returns:
-        The tokens and targets of each document, as `encode_chat` returns them, and the problem of each answer that
-        cannot be located.
+        The tokens and the target mask of each document, as `encode_chat` returns them, and an error message for each
+        answer that cannot be located.
 
     Raises:
         AnswerLocationError: no answer can be located.
@@ -106,11 +106,11 @@ def _mark_by_prefixes(
 ) -> np.ndarray:
     """Locates each answer by encoding the conversation up to the start and the end of the answer.
 
-    Both encodings must be prefixes of the whole conversation's, or positions would not match what decoding sees.
+    Both encodings must be prefixes of the whole conversation's encoding, or the positions in decoding would differ.
     """
     is_target = np.zeros(len(tokens) + 1, bool)
     for index in _answer_indices(messages):
-        # The prompt as decoding sees it, and the conversation through this answer.
+        # Encode the prompt as decoding sees it, and the conversation up to and including this answer.
         prompt = tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, **template_variables)
         through = tokenizer.apply_chat_template(
             messages[: index + 1], add_generation_prompt=False, **template_variables
@@ -137,7 +137,7 @@ def _encode_answer(
     before, (tokens, _) = tokenizer.encode_rendered(prompt)[0], tokenizer.encode_rendered(through)
     begin = len(before)
     if tokens[:begin] != before:
-        # A token spans the prompt and the answer. This cannot happen in decoding, so encode the two separately.
+        # A token spans the end of the prompt, which cannot happen in decoding, so encode prompt and answer separately.
         tokens = before + tokenizer.encode_rendered(through, len(prompt.text))[0]
     is_target = np.zeros(len(tokens) + 1, bool)
     is_target[begin : _answer_end(tokens, begin, len(tokens), tokenizer)] = True
@@ -145,7 +145,7 @@ def _encode_answer(
 
 
 def _counted_blocks(blocks: Spans | None, messages: list[dict[str, Any]]) -> Spans | None:
-    """Returns the generation blocks of answers that are targets; None if the blocks do not match the answers."""
+    """Returns the generation blocks of the answers that are targets, or None if the blocks do not match the answers."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if blocks is None or all(message.get("weight") != 0 for message in answers):
         return blocks
@@ -160,7 +160,7 @@ def _mark_blocks(
     """Marks the tokens of generation blocks."""
     is_target = np.zeros(len(tokens) + 1, bool)
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    # Offsets may leave out a token's leading space, so a token starts where the previous one ends.
+    # Offsets may exclude a token's leading space, so let each token start where the previous one ends.
     starts = np.minimum(starts, np.maximum.accumulate(np.append(0, ends))[:-1])
     for start, stop in blocks:
         begin, end = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, stop, "left"))
@@ -173,7 +173,7 @@ def _mark_blocks(
 
 
 def _answer_end(tokens: list[int], begin: int, end: int, tokenizer: Tokenizer) -> int:
-    """Returns the index where an answer's targets end: after its last end token, or after one that directly follows it.
+    """Returns the end of an answer's targets, after its last end token or after an end token that directly follows it.
 
     Text that the template writes after the end token, such as a newline, is not a target.
     """
@@ -184,11 +184,11 @@ def _answer_end(tokens: list[int], begin: int, end: int, tokenizer: Tokenizer) -
 
 
 def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
-    """Encodes a conversation that is already formatted by the chat template, and marks the answers as targets.
+    """Encodes a conversation that the chat template has already formatted, and marks the answers as targets.
 
     An answer starts after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
 
-    Returns tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
+    Returns the tokens `[n]` and the target mask `[n + 1]`, as `encode_chat` does.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise TokenizerError("formatted conversations need a tokenizer with a chat template")
@@ -199,10 +199,10 @@ def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.nda
     is_target = np.zeros(len(tokens) + 1, bool)
     position = text.find(header)
     while position >= 0:
-        # Tokens from the end of the header up to and including the next end token.
+        # Mark the tokens from the end of the header up to and including the next end token.
         position += len(header)
         begin = int(np.searchsorted(starts, position))
-        # Without an end token, targets reach up to the end token that packing adds.
+        # If there is no end token, the targets include the one that packing adds.
         ends = (place for place in range(begin, len(tokens)) if tokens[place] in tokenizer.eos_token_ids)
         is_target[begin : next(ends, len(tokens)) + 1] = True
         position = text.find(header, position)

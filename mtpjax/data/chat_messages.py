@@ -1,8 +1,8 @@
 """Converts messages and tools from clients and data sets to one clean form, and then to the forms that templates read.
 
 Clean messages are OpenAI messages without null fields. `content` is a string or a list of text parts; an answer without
-text has no `content`. `tool_calls` is a list of `{"type": "function", "function": {"name", "arguments"}}`, whose
-arguments remain an object or JSON text, as given.
+text has no `content`. `tool_calls` is a list of `{"type": "function", "function": {"name", "arguments"}}`, in which the
+arguments stay as given, either an object or JSON text.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # most templa
 
 @dataclasses.dataclass(frozen=True)
 class Forms:
-    """The forms in which a template gets the contents of messages.
+    """The forms in which a template receives messages and tools.
 
     Attributes:
-        content: as "given", as "text", as "parts", or as "one part".
+        content: the form of a message's content: "given" (unchanged), "text", "parts" or "one part".
         text_roles: roles whose content is always text.
-        empty: the content of an answer without text: "text" (an empty string), "null" or "absent"; "usual": as OpenAI's
-            API writes it, null with tool calls, and otherwise an empty string.
-        arguments: the form of a tool call's arguments: as "given", as "object", as JSON "text", or as "object or text",
-            which is text only if it is not the JSON text of an object.
-        calls: "wrapped" in a "function" field, or "bare".
+        empty: the content of an answer without text: "text" (an empty string), "null", "absent", or "usual" (as in
+            OpenAI's API, null with tool calls and otherwise an empty string).
+        arguments: the form of a tool call's arguments: "given" (unchanged), "object", "text" (JSON), or "object or
+            text" (text only if it is not the JSON text of an object).
+        calls: the form of tool calls: "wrapped" in a "function" field, or "bare".
         developer: the role of developer messages.
-        tools: as "given", "wrapped" in a "function" field, or "bare".
+        tools: the form of tools: "given" (unchanged), "wrapped" in a "function" field, or "bare".
     """
 
     content: str = "given"
@@ -63,7 +63,7 @@ def clean_tools(tools: Any) -> list[Any] | None:
         tools: a list of tools, one tool, or the JSON text of either; a tool is an object or its JSON text.
 
     Returns:
-        The tools, without null fields, and with their parameters as objects; None if there are no tools.
+        The tools without null fields and with their parameters as objects, or None if there are no tools.
     """
     if isinstance(tools, str):
         tools = _parse(tools, "tools") if tools.strip() else None
@@ -77,7 +77,7 @@ def clean_tools(tools: Any) -> list[Any] | None:
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """Returns the text of clean content; parts are joined by newlines, as vLLM does."""
+    """Returns the text of clean content, with parts joined by newlines, as in vLLM."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
@@ -123,7 +123,7 @@ def _clean_message(message: Any, place: str) -> dict[str, Any]:
     elif message["role"] != "assistant":
         # An answer may have no text if it was cut off while reasoning or only calls tools.
         raise ConversationError(f"{place} (role {printable(message['role'], 40)}) has no content")
-    # Templates read reasoning under one of three names.
+    # Templates read the reasoning from a field with one of three names.
     reasoning = next((message[name] for name in REASONING_FIELDS if isinstance(message.get(name), str)), None)
     if reasoning:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -173,7 +173,7 @@ def _clean_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(function.get("name"), str):
             raise ConversationError(f"{place}: tool call {number} has no name")
         arguments = function.get("arguments")
-        # Clients send an empty text for a call without arguments.
+        # For a call without arguments, some clients send an empty string.
         arguments = {} if arguments is None else "{}" if str(arguments).strip() in ("", "null") else arguments
         if not isinstance(arguments, dict | str):
             raise ConversationError(

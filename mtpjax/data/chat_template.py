@@ -2,10 +2,10 @@
 
 The server, `regenerate`, `generate` and training all use this module, so they see the same prompts.
 
-Templates read their inputs in different forms: tool call arguments as an object or as text, content as text or as
-parts, and so on. Content in the wrong form often vanishes without an error. So a conversation of the same shape is
-rendered first, with a unique word instead of each text (`mtpjax.data.probe_messages`). A form is right if every word
-appears in the prompt.
+Templates expect different forms of their inputs. For example, tool call arguments may be an object or text, and content
+may be text or parts. Content in the wrong form often vanishes without an error. Therefore, a conversation of the same
+shape is rendered first, with a unique word in place of each text (`mtpjax.data.probe_messages`). A form is right if
+every word appears in the prompt.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from mtpjax.data.tokenizer_files import DEFAULT_TEMPLATE, MAX_TEMPLATE_CHARACTER
 from mtpjax.errors import ConversationError, DroppedTextError, TokenizerError, printable
 
 MAX_MESSAGES = 10_000
-MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # maximum number of renderings of a shape per step, and of their messages
+MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # per search step: maximum numbers of renderings and of rendered messages
 PROBES_AT_ONCE = 32
 MAX_STEPS = 3
 SYSTEM_ROLES = ("system", "developer")
@@ -38,7 +38,7 @@ class ChatTemplates:
     Args:
         templates: jinja2 sources; a conversation uses "tool_use" if it has tools, else "default".
         variables: the special tokens that templates may write, such as `bos_token`.
-        special_names: all special tokens; in text from users and tools, they remain plain text.
+        special_names: all special tokens, which remain plain text where a user or a tool writes them.
     """
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, Any], special_names: Sequence[str]):
@@ -46,7 +46,7 @@ class ChatTemplates:
 
     @property
     def setting(self) -> Any:
-        """These templates as the value of `chat_template` in a `tokenizer_config.json`."""
+        """These templates in the format of the `chat_template` value in a `tokenizer_config.json`."""
         if list(self.templates) in ([], [DEFAULT_TEMPLATE]):
             return self.templates.get(DEFAULT_TEMPLATE)
         return [{"name": name, "template": template} for name, template in self.templates.items()]
@@ -60,12 +60,12 @@ class ChatTemplates:
     ) -> RenderedChat:
         """Renders a conversation.
 
-        Null fields are dropped. Probe messages with the conversation's shape decide the form of the template's inputs:
-        tool call arguments as objects or as JSON text, content as text or as parts, the role of developer messages.
+        Null fields are dropped. Rendering probe messages of the same shape decides the form of the template's inputs,
+        such as whether tool call arguments are objects or JSON text, and which role developer messages have.
 
         Args:
-            **variables: further template variables, such as `enable_thinking`; `strftime_now` may be a date, which the
-                template then uses as today's date.
+            **variables: other template variables, such as `enable_thinking`. If `strftime_now` is a date, the template
+                uses it as today's date.
         """
         _check_size("", messages)
         messages, tools = clean_messages(messages), clean_tools(tools)
@@ -93,7 +93,7 @@ class ChatTemplates:
 
     @functools.cached_property
     def generation_prompt(self) -> str:
-        """The text that the template writes before an answer; "" if none."""
+        """The text that the template writes before an answer, or "" if there is none."""
         question = [{"role": "user", "content": "a"}]
         before = self.render(question, add_generation_prompt=False).text
         prompt = self.render(question).text
@@ -124,8 +124,8 @@ class ChatTemplates:
         if not hidden.texts:
             return RenderedChat(plain.text, [], plain.generation)
         marked = render(without, hidden_tools).text
-        # 3. Find the marks. A template that inspects the text may write it differently, such as one that adds a token
-        # to a message unless the user already wrote it (GLM's `/nothink`). The user's text then counts as that token.
+        # 3. Find the marks. A template that inspects the text may write it differently. For example, GLM's template
+        # adds `/nothink` to a message unless the user already wrote it. The user's text then counts as that token.
         spans = hidden.find(marked, plain.text)
         if spans is None:
             alike = HiddenText(self._special_names, None, "", keep_length=True)
@@ -166,11 +166,11 @@ def _render_once(
 
 
 def _with_errors(function: Callable[[], Any]) -> Any:
-    """Calls a function that renders, and converts its failures to user-facing errors."""
+    """Calls a rendering function, and converts its failures to user-facing errors."""
     try:
         return function()
     except TemplateFailure as error:
-        # If a template does not compile, the tokenizer is wrong; if it fails on these messages, the conversation is.
+        # A template that does not compile is a tokenizer error. A failure on these messages is a conversation error.
         kind = TokenizerError if error.is_template else ConversationError
         raise kind(f"the chat template failed: {error}") from error
     except ConversationError:
@@ -188,7 +188,7 @@ class _Probe(NamedTuple):
     variables: dict[str, Any]
 
     def render(self, candidates: Sequence[Forms]) -> Iterator[tuple[Rendered | TemplateFailure, list[dict[str, Any]]]]:
-        """Renders in each form. Yields the text, and the messages as the template got them."""
+        """Renders the probe in each form. Yields each result, and the messages as the template received them."""
         shaped = [in_forms(self.messages, self.tools, forms) for forms in candidates]
         sets = [{**self.variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
         results = WORKER.render_all(self.template, sets)
@@ -199,9 +199,9 @@ class _Problem(NamedTuple):
     """The worst problem of a rendered probe.
 
     Attributes:
-        rank: 0 if there is none, 1 for arguments quoted twice or written as Python values, `MISSING`, or `FAILED`.
-        lost: index of the message whose text does not reach the prompt, or -1 for the tools.
-        what: the missing part.
+        rank: 0 for no problem, 1 for arguments quoted twice or written as Python values, `MISSING`, or `FAILED`.
+        lost: index of the message whose text is missing from the prompt, or -1 for the tools.
+        what: what is missing, such as "tool call".
     """
 
     rank: int
@@ -214,11 +214,11 @@ def choose_forms(
 ) -> Forms:
     """Finds the forms in which a template reads a conversation.
 
-    Results are cached by the template and the conversation's shape: the roles, and which fields the messages have. A
-    turn that repeats counts at most twice.
+    Results are cached by the template and the conversation's shape, which consists of the roles and the names of the
+    messages' fields. A repeated turn counts at most twice.
 
-    If the template fails on every probe, the usual forms are returned: the template will fail on the messages too, or
-    depends on their text.
+    If the template fails on every probe, the usual forms are returned, because the template will either fail on the
+    messages too or depends on their text.
 
     Raises:
         DroppedTextError: in every form, the template omits the text of a message, a tool call, or the tools.
@@ -235,8 +235,8 @@ def choose_forms(
         probe = [probe_messages.probe_message(messages[index], n, own_ids=True) for n, index in enumerate(kept)]
         forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if problem.rank == FAILED:
-        # The template will fail on the messages too, or depends on their text. Fewer templates fail on an empty text
-        # than on null.
+        # The template will either fail on the messages too or depends on their text. Fewer templates fail on an empty
+        # text than on null.
         return Forms(empty="text")
     if problem.rank == MISSING:
         if problem.lost < 0:
@@ -261,10 +261,10 @@ def _choose(template: str, probe_text: str) -> tuple[Forms, _Problem]:
     best = Forms()
     tried: dict[Forms, _Problem] = {}
     badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
-    # If every form loses some text, the form whose first loss comes latest is the closest: change that one further.
+    # If every form loses some text, the form whose first loss is latest is the closest, so continue from that one.
     for _ in range(MAX_STEPS):
         candidates = [each for each in _candidates(choices, best, len(probe.messages)) if each not in tried]
-        # The first form is right for most templates; the others follow in requests that stay within the time limit.
+        # The first form is right for most templates. Try the others in requests that stay within the time limit.
         for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
             part = candidates[start:end]
             tried |= zip(part, _try(part, probe), strict=True)
@@ -292,7 +292,7 @@ def _with_objects(forms: Forms, probe: _Probe) -> Forms:
 
 
 def _choices(messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[str, list[Any]]:
-    """Returns the values of each field of `Forms` that may make a difference, the usual one first."""
+    """Returns the values to try for each field of `Forms`, the usual value first."""
     roles = {message["role"] for message in messages}
     calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
     has_parts = any(isinstance(message.get("content"), list) for message in messages)
@@ -316,7 +316,7 @@ def _candidates(choices: dict[str, list[Any]], first: Forms, num_messages: int) 
         itertools.product(*choices.values()),
         key=lambda values: sum(value != other for value, other in zip(values, usual, strict=True)),
     )
-    # Limit the number, so that a client cannot cause many renderings of many messages. Always try each single change.
+    # Limit the number, so that a client cannot cause many renderings of many messages. Always keep each single change.
     count = max(1, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)) - 1)
     count = 1 + max(count, sum(len(values) - 1 for values in choices.values()))
     return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
@@ -330,9 +330,9 @@ def _try(candidates: list[Forms], probe: _Probe) -> list[_Problem]:
 
 
 def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Problem:
-    """Checks that everything in a probe reached the text in a correct form.
+    """Checks that a rendered probe contains everything in a correct form.
 
-    `shaped` are the messages as the template got them.
+    `shaped` contains the messages as the template received them.
     """
     text = result.text.casefold()
     if any(probe_messages.unique_word("tool", number) not in text for number in range(len(probe.tools or ()))):
@@ -345,7 +345,7 @@ def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Pr
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += arguments
-            # Some templates write only the id, which contains the name (Kimi's).
+            # Some templates, such as Kimi's, write only the id, which contains the name.
             call_id = probe_messages.CALL_ID
             is_named = name in text or ("id" in call and (call["id"] != call_id or call_id in text))
             if not is_named or any(word not in text for word in (*arguments, *arguments.values())):

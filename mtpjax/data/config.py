@@ -13,7 +13,7 @@ class Source:
     """A source of training documents.
 
     Attributes:
-        path: a file, or a folder with its subfolders; None: the running interpreter's standard library.
+        path: a file, a folder with its subfolders, or None for the running interpreter's standard library.
         pattern: glob pattern for the files in a folder. Hidden and binary files are left out and counted
             (`mtpjax.data.data_files`).
         kind: the contents of the files. "auto": the suffix decides. `.jsonl`, `.jsonl.gz`, `.json` (a list) and
@@ -21,10 +21,10 @@ class Source:
             "text": each file is a document. "jsonl": each record has a text. "chat": each record has a conversation in
             OpenAI, ShareGPT or Alpaca format, and its answers are the targets. "formatted": each record has a
             conversation that is already formatted by the chat template, and its answers are the targets.
-        field: the record's field that contains the text or the conversation; "": `text`, or for conversations
-            `messages`, `conversations` or `instruction`.
+        field: the record's field that contains the text or the conversation. "" means `text` for texts, and `messages`,
+            `conversations` or `instruction` for conversations.
         weight: the source's share of the rows, relative to the other sources' weights.
-        max_skipped: number of unusable documents after which reading stops with an error.
+        max_skipped: maximum number of unusable documents; with more, reading stops with an error.
 
     Raises:
         ValueError: the kind is unknown, the path is missing, a value is out of range, or a setting is unused.

@@ -8,16 +8,16 @@ from mtpjax.data.record_files import is_record_file
 from mtpjax.errors import printable
 from mtpjax.safe_open import open_regular
 
-BINARY_BYTES = 8192  # a file with a NUL among its first bytes counts as binary, as in git
+BINARY_BYTES = 8192  # a file with a NUL in this many first bytes counts as binary, as in git
 
 
 class DataFiles(NamedTuple):
-    """The files of a source of data.
+    """The files of a data source.
 
     Attributes:
         paths: the files, sorted.
         left_out: number of files in the folder that are not read, by reason.
-        last_left_out: the last such file; None if there is none.
+        last_left_out: the last such file, or None if there is none.
     """
 
     paths: list[pathlib.Path]
@@ -31,11 +31,11 @@ class DataFiles(NamedTuple):
 
 
 def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
-    """Lists the files of a source of data.
+    """Lists the files of a data source.
 
-    In a folder, it leaves out and counts four kinds of files: "hidden" (the file's name, or a subfolder's in its path,
-    starts with a dot; a pattern with such a part includes them), "binary" (those that contain NUL), "not a file" (links
-    to folders, broken links, devices), and "of the run" (in the folder that the run itself writes).
+    In a folder, four kinds of files are left out and counted: "hidden" (the name of the file or of a subfolder starts
+    with a dot, unless a part of the pattern also does), "binary" (the file contains NUL), "not a file" (links to
+    folders, broken links, devices), and "of the run" (the file is in the folder that the run itself writes).
 
     Args:
         path: a file, or a folder with its subfolders.
@@ -53,7 +53,7 @@ def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
     paths, left_out, last = [], Counter(), None
     matching, with_hidden = set(root.rglob(pattern)), _names_hidden(pattern)
     output = None if output is None else pathlib.Path(output).resolve()
-    # Sorted, so that the order of documents does not depend on the file system.
+    # Sort the files, so that the order of documents does not depend on the file system.
     for file in sorted(root.rglob("*")):
         is_folder = file.is_dir() and not file.is_symlink()
         if is_folder or (file.is_file() and file not in matching):
@@ -84,7 +84,7 @@ def _reason_to_leave_out(
 
 
 def _names_hidden(path) -> bool:
-    """Returns whether a part of a relative path or of a pattern starts with a dot."""
+    """Returns whether any part of a relative path or a pattern starts with a dot."""
     return any(part.startswith(".") for part in pathlib.PurePath(path).parts)
 
 

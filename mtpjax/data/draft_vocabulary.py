@@ -49,13 +49,13 @@ def count_tokens(
     *,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> CorpusCounts:
-    """Counts the tokens in files; in record files, the tokens of the records' texts and conversations."""
+    """Counts the tokens in text files, and in the texts and conversations of record files."""
     counts = np.zeros(vocab_size, np.int64)
     skipped = []
     for file in files:
         bytes_counted, file_counts = 0, np.zeros_like(counts)
         try:
-            # Count into a separate array first: a file that turns out not to be text adds nothing.
+            # Count into a separate array first, so that a file that turns out not to be text adds nothing.
             for piece in _text_pieces(file):
                 file_counts += np.bincount(np.asarray(tokenizer.encode(piece), np.int64), minlength=vocab_size)
                 size = len(piece.encode())
@@ -90,7 +90,7 @@ def choose_vocabulary(counts: np.ndarray, size: int, *, required_ids: Iterable[i
             f"size {size} is outside {max(len(required_ids), 1)}..{len(counts)}: {len(required_ids)} special tokens are"
             f" always kept, and the model has {len(counts)} tokens"
         )
-    # Kept tokens sort first; the stable sort prefers lower ids among equal counts.
+    # Sort required tokens first. A stable sort puts lower ids first among equal counts.
     frequency = counts.astype(np.int64)
     frequency[required_ids] = np.iinfo(np.int64).max
     order = np.argsort(-frequency, kind="stable")
@@ -103,7 +103,7 @@ def coverage(counts: np.ndarray, ids: Sequence[int]) -> float:
 
 
 def report_sizes(size: int, vocab_size: int, min_size: int) -> list[int]:
-    """Returns sizes to report: `size` repeatedly halved and doubled within `min_size..vocab_size`, and `vocab_size`."""
+    """Returns the sizes to report, which are `vocab_size`, and halves and doubles of `size` from `min_size` on."""
     sizes = {size // 8, size // 4, size // 2, size, 2 * size, 4 * size, vocab_size}
     return sorted(value for value in sizes if max(min_size, 1) <= value <= vocab_size)
 
@@ -112,7 +112,7 @@ def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str
     """Writes a vocabulary file atomically.
 
     Args:
-        counts: `[V]` occurrences, for the coverage.
+        counts: `[V]` occurrences, from which the coverage is computed.
     """
     content = {
         "format": FORMAT,
@@ -136,7 +136,7 @@ def load_vocabulary(path) -> tuple[int, ...]:
         raise ValueError(f"{path} is not a vocabulary file: {str(error)[:100]}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a vocabulary file: its format is not {FORMAT!r}")
-    # Check the ids here: an id out of range would index the head outside the vocabulary without an error.
+    # Check the ids here, because an id out of range would index the head outside the vocabulary without an error.
     ids, vocab_size = content.get("ids"), content.get("vocab_size")
     is_integer_list = isinstance(ids, list) and all(type(index) is int for index in ids)
     if not ids or not is_integer_list or not isinstance(vocab_size, int):

@@ -1,4 +1,4 @@
-"""Keeps special tokens in users' messages from taking effect: otherwise a message could end its own turn."""
+"""Keeps special tokens in users' messages from taking effect, because a message could otherwise end its own turn."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ class RenderedChat:
     Attributes:
         text: the text.
         hidden: start and end of the parts whose special tokens are plain text, because a user or a tool wrote them.
-        generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes; None if
-            the template has no such blocks, or they were not requested.
+        generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes. None if
+            the template has no such blocks or they were not requested.
     """
 
     text: str
@@ -32,7 +32,7 @@ class RenderedChat:
     def pieces(self, start: int = 0) -> list[tuple[int, str, bool]]:
         """Cuts the text at the boundaries of hidden parts.
 
-        Returns the index of each piece's first character, the piece, and whether its special tokens are plain text.
+        Returns each piece's start index, its text, and whether its special tokens are plain text.
         """
         pieces = []
         for begin, end in [*self.hidden, (len(self.text), len(self.text))]:
@@ -46,19 +46,19 @@ class RenderedChat:
 class HiddenText:
     """Replaces special tokens in text from users, tools and tool calls with marks while a chat template runs.
 
-    A mark is a number. A template that trims, changes case or writes JSON does not change it, and it is valid in a JSON
-    string.
+    A mark is a number, which is valid in a JSON string and does not change when a template trims a text, changes its
+    case or writes it as JSON.
 
     Args:
         names: the special tokens.
         given: the JSON values in which special tokens will be replaced.
         template: the chat template.
-        keep_length: use the special token with one character changed as its mark, for templates that count or cut
+        keep_length: use as mark the special token with one character changed, for templates that count or cut
             characters.
     """
 
     def __init__(self, names: Sequence[str], given: Any, template: str, *, keep_length: bool = False):
-        # The longest first: one name may be a prefix of another.
+        # Sort the longest name first, because one name may be a prefix of another.
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
         self._given, self._template = given, template
         self.texts: list[str] = []
@@ -66,12 +66,12 @@ class HiddenText:
 
     @functools.cached_property
     def _prefix(self) -> str:
-        """The prefix of marks: a 9 and nine digits from 0 to 7, which are in neither the messages nor the template.
+        """The prefix of marks (a 9 and nine digits from 0 to 7), which occurs in neither the messages nor the template.
 
         No suffix of it is also a prefix of it, so digits next to a mark cannot be mistaken for one.
         """
         everything = json.dumps(self._given, ensure_ascii=False, default=str) + self._template
-        # A client may write many such numbers: find all in one pass.
+        # A client may write many such numbers, so find all of them in one pass.
         taken = set(_PREFIX.findall(everything))
         return next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in taken)
 
@@ -112,8 +112,8 @@ class HiddenText:
             plain: the conversation, rendered without hiding anything.
 
         Returns:
-            The spans of the hidden text in `plain`, where it may be part of a JSON string. None if the template wrote
-            the conversation differently because it depends on the hidden text.
+            The spans of the hidden text in `plain`, where it may be inside a JSON string. None if the two renderings do
+            not match because the template depends on the hidden text.
         """
         spans, place = [], 0
         for number, part in enumerate(self._split(marked)):
@@ -135,7 +135,7 @@ class HiddenText:
         return spans if place == len(plain) else None
 
     def find_alike(self, marked: str, plain: str) -> Spans | None:
-        """Finds the hidden text, as `find` does, by the characters that `keep_length` marks change."""
+        """Finds the hidden text as `find` does, but by the characters that `keep_length` marks change."""
         pairs = {(a, b) for name in self.texts for a, b in zip(name, self._alike(name), strict=True)}
         pairs |= {(a.lower(), b) for a, b in pairs} | {(a.upper(), b) for a, b in pairs}
         is_alike = len(marked) == len(plain) and all(self._alike(name) != name for name in self.texts)
@@ -155,7 +155,7 @@ class HiddenText:
         return "".join(pieces), spans
 
     def _split(self, marked: str) -> list[str]:
-        """Splits at the marks. Returns a list in which texts and the numbers of marks alternate."""
+        """Splits at the marks. Returns a list that alternates between texts and the numbers of marks."""
         return re.split(rf"{self._prefix}(\d{{{_COUNTER_DIGITS}}})", marked)
 
     def _mark(self, match: re.Match[str]) -> str:

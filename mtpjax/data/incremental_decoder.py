@@ -1,16 +1,16 @@
 """Decodes one token at a time, so that the concatenated texts of all steps equal the text of all tokens.
 
-A decoder of the tokenizers package is a chain of stages. Each maps a list of pieces to a list of pieces, and the text
-is the concatenation of the last list. A stage here takes one piece at a time, and returns the pieces that later input
-cannot change:
+A decoder of the tokenizers package is a chain of stages. Each stage maps a list of pieces to a list of pieces, and the
+text is the concatenation of the last list. In this module, a stage receives one piece at a time, and returns the pieces
+that later input cannot change:
 
-    ByteLevel (GPT-2)            the bytes of all tokens are one UTF-8 text: incomplete characters wait for more bytes
-    ByteFallback (SentencePiece) adjacent byte tokens such as <0xE5> are whole characters together, or each is U+FFFD: a
-                                 run of such tokens waits for its end
-    Metaspace, WordPiece         the first token differs from the others; tokenizers without a decoder join with spaces
-    BPEDecoder                   the last token differs: one token waits
+    ByteLevel (GPT-2)            the bytes of all tokens form one UTF-8 text, so an incomplete character is held back
+    ByteFallback (SentencePiece) adjacent byte tokens such as <0xE5> form whole characters, or each becomes U+FFFD, so a
+                                 run of byte tokens is held back until it ends
+    Metaspace, WordPiece         the first token is decoded differently; no decoder means joining with spaces
+    BPEDecoder                   the last token is decoded differently, so one token is held back
     CTC                          a token that equals the previous one is dropped
-    Fuse, ByteLevel              join all pieces into one: later stages then see parts of one piece
+    Fuse, ByteLevel              joins all pieces into one, which later stages receive in parts
     Strip after a join           drops characters at the start, and holds back those that it may drop at the end
 
 An unknown stage holds back all text until the end, and then runs once over all of it.
@@ -27,16 +27,16 @@ from typing import Any
 from mtpjax.byte_letters import BYTE_OF_LETTER
 from mtpjax.data.tokenizer_files import rust_errors
 
-CONTEXT_TOKENS = 16  # last tokens of a prompt to read; a token affects only its neighbours
+CONTEXT_TOKENS = 16  # number of last prompt tokens to read, because a token affects only its neighbours
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust's from_str_radix allows the sign
-Piece = Any  # str; the first stateful stage may also take bytes or a pair, which a function of one token returns
+Piece = Any  # str, or for the first stateful stage also the bytes or pair that a per-token function returns
 
 
 class Stage:
     """One stage of a decoder, with the state of one text."""
 
     def push(self, piece: Piece) -> Iterable[Any]:
-        """Takes the next piece; returns pieces that can no longer change."""
+        """Adds the next piece. Returns the pieces that can no longer change."""
         raise NotImplementedError
 
     def finish(self) -> Iterable[str]:
@@ -45,7 +45,7 @@ class Stage:
 
 
 class Utf8Stage(Stage):
-    """Joins bytes to characters. Bytes that are not UTF-8 become U+FFFD, as many as in Rust and Python."""
+    """Decodes bytes to characters. Invalid bytes become U+FFFD, exactly as many as in Rust and Python."""
 
     def __init__(self):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -105,7 +105,7 @@ class ChangedTokenStage(Stage):
 
 
 class ByteFallbackStage(Stage):
-    """Joins each run of byte tokens to a text if it is valid UTF-8, or else to one U+FFFD per byte."""
+    """Decodes each run of byte tokens to text if it is valid UTF-8, and otherwise to one U+FFFD per byte."""
 
     def __init__(self):
         self._start_run()
@@ -116,7 +116,7 @@ class ByteFallbackStage(Stage):
 
     @property
     def has_whole_characters(self) -> bool:
-        """True if the run's bytes so far are whole characters. Later bytes can still make the run invalid."""
+        """True if the run's bytes so far form whole characters. Later bytes can still make the run invalid."""
         return bool(self._text) and not self._is_broken and not self._decoder.getstate()[0]
 
     def push(self, piece: str | bytes) -> Iterable[str]:
@@ -146,7 +146,7 @@ class ByteFallbackStage(Stage):
 
 
 class StripStage(Stage):
-    """Drops the character `content` from a text in parts: up to `start` times at its start, and `stop` at its end."""
+    """Drops up to `start` copies of the character `content` at the start of a text in parts, and `stop` at its end."""
 
     def __init__(self, content: str, start: int, stop: int):
         self._content, self._start, self._stop = content, start, stop
@@ -167,7 +167,7 @@ class StripStage(Stage):
 
 
 class ReplaceStage(Stage):
-    """Replaces a string in a text that comes in parts; holds back a partial match at the end of a part."""
+    """Replaces a string in a text that arrives in parts. Holds back a partial match at the end of a part."""
 
     def __init__(self, pattern: str, content: str):
         self._pattern, self._content = pattern, content
@@ -185,7 +185,7 @@ class ReplaceStage(Stage):
 
 
 class WholeTextStage(Stage):
-    """Runs an unknown stage and all later ones over the whole text at its end."""
+    """Runs an unknown stage and all later stages over the whole text when it is complete."""
 
     def __init__(self, decoder: Any, is_fused: bool):
         self._decoder, self._is_fused, self._pieces = decoder, is_fused, []
@@ -204,15 +204,15 @@ class IncrementalDecoder:
     """Decodes the tokens of one text.
 
     Args:
-        piece_of: returns a token's piece for the first stage; None if the token has no text.
-        stages: new stages, in order, at least one.
-        prompt: tokens before the text; the last few affect its start. Their text is not returned, except for a
-            character that starts in them and ends in the text.
+        piece_of: function that returns a token's piece for the first stage, or None if the token has no text.
+        stages: one or more new stages, in order.
+        prompt: tokens before the text, the last few of which affect how the text starts. The prompt's own text is not
+            returned, except for a character that starts in the prompt and ends in the text.
     """
 
     def __init__(self, piece_of: Callable[[int], Piece | None], stages: Sequence[Stage], prompt: Sequence[int] = ()):
         self._piece_of, self._first, self._others = piece_of, stages[0], stages[1:]
-        # Text of the prompt that the stages still hold, and return with later text.
+        # Text of the prompt that the stages still hold back and will return with later text.
         self._held = ""
         for token in prompt[-CONTEXT_TOKENS:]:
             self(int(token))
@@ -220,7 +220,7 @@ class IncrementalDecoder:
             self._held = self._copy()._finish()
 
     def __call__(self, token: int | None) -> str:
-        """Returns the text that a token completes; None ends the text and returns the rest."""
+        """Returns the text that a token completes. None ends the text, and the rest is returned."""
         text = self._finish() if token is None else self._push(token)
         if self._held and text:
             num_held = min(len(self._held), len(text))
@@ -238,9 +238,9 @@ class IncrementalDecoder:
         return "".join(pieces)
 
     def pending(self) -> str:
-        """Returns the whole characters that would follow if the text ended here; "" if there are none.
+        """Returns the whole characters that would follow if the text ended here, or "" if there are none.
 
-        Stop strings need these characters: "\\n" is a byte token in Llama 2, and no later token may follow it.
+        The search for stop strings needs them, because "\\n" is a byte token in Llama 2 and may be the last token.
         """
         stages = (self._first, *self._others)
         is_held = isinstance(self._first, ByteFallbackStage) and self._first.has_whole_characters
@@ -256,7 +256,7 @@ class IncrementalDecoder:
     def _finish(self) -> str:
         pieces = list(self._first.finish())
         for stage in self._others:
-            # A stage takes what the previous one held back, and then returns what it held back itself.
+            # Push what the previous stage held back, and then add what this stage held back itself.
             pieces = [text for piece in pieces for text in stage.push(piece)]
             pieces += stage.finish()
         return "".join(pieces)
@@ -269,8 +269,8 @@ class TokenizerDecoder:
         tokenizer: a `tokenizers.Tokenizer`. Its vocabulary and decoder must not change.
 
     Attributes:
-        is_total: whether the package's `decode` works for every list of ids. It fails for texts that are shorter than
-            what a Strip stage drops at the end.
+        is_total: whether the package's `decode` works for every list of ids. It fails if a text is shorter than what a
+            Strip stage drops at the end.
     """
 
     def __init__(self, tokenizer: Any):
@@ -297,7 +297,7 @@ class TokenizerDecoder:
 
 
 def _compile(steps: list[dict[str, Any]] | None) -> tuple[list[Callable], list[Callable[[], Stage]]]:
-    """Returns the functions that apply to each token first, and factories of the stages from the first stateful one."""
+    """Returns the functions to apply to each token, and factories for the first stateful stage and all later stages."""
     if steps is None:
         return [lambda piece: (piece, " " + piece)], [FirstTokenStage]
     functions: list[Callable[[Any], Any]] = []
@@ -321,7 +321,7 @@ def _compile(steps: list[dict[str, Any]] | None) -> tuple[list[Callable], list[C
 
 
 def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], Stage] | None] | None:
-    """Returns a function of one token and the stage after it, for a step whose pieces are tokens; None if unknown."""
+    """Returns a per-token function and the stage after it, for a step that receives tokens. None for unknown steps."""
     kind = step["type"]
     if kind == "Fuse":
         return None, None
@@ -378,7 +378,7 @@ def _byte_of_name(piece: str) -> str | bytes:
 
 
 def _bytes_of_letters(piece: str) -> bytes:
-    """Returns the bytes of a byte-level token; a token with other letters, such as an added one, is already text."""
+    """Returns the bytes of a byte-level token. A token with other letters, such as an added token, is already text."""
     try:
         return bytes(map(BYTE_OF_LETTER.__getitem__, piece))
     except KeyError:

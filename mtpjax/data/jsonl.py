@@ -1,4 +1,4 @@
-"""Reads files as records: whole texts, or lines of JSONL."""
+"""Reads files as records, which are whole texts or lines of JSONL."""
 
 import codecs
 import hashlib
@@ -12,9 +12,9 @@ from mtpjax.safe_open import open_regular, parse_json
 
 
 class SkippedRecordError(ValueError):
-    """A record that cannot be used. Data set readers skip and count it; prompt readers raise an error.
+    """A record cannot be used. Data set readers skip and count such records, and prompt readers raise the error.
 
-    The message continues a sentence that starts with the record's location, such as "is not UTF-8 text".
+    The message, such as "is not UTF-8 text", continues a sentence that starts with the record's location.
 
     Attributes:
         reason: the category under which the record is counted.

@@ -1,4 +1,4 @@
-"""Appends to JSONL files that a later run can continue; `regenerate`, `ablate` and `train` use this writer.
+"""Appends to JSONL files that a later run can continue. `regenerate`, `ablate` and `train` use this writer.
 
 A process can be killed at any byte. A record counts only once its line ends in a newline, so readers stop before an
 incomplete last line, and `JsonlWriter` cuts it off before it appends.
@@ -34,7 +34,7 @@ def read_resumable_records(
     with file:
         end = 0
         for number, line in enumerate(file, start=1):
-            # Only the last line can lack a newline: its process was killed, or is still writing it.
+            # Only the last line can lack a newline, if its process was killed or is still writing it.
             if not line.endswith(b"\n"):
                 return
             end += len(line)
@@ -58,17 +58,17 @@ class JsonlWriter:
     """
 
     def __init__(self, path, *, sync: bool = True, allow_nan: bool = True):
-        """Opens the file at its end; creates a missing file.
+        """Opens the file at its end, or creates it if it is missing.
 
         Args:
             path: the file; its folder must exist.
         """
         self.path, self._sync, self._allow_nan = pathlib.Path(path), sync, allow_nan
-        # Opening a named pipe would wait for its reader.
+        # Opening a named pipe would block until another process reads it.
         if self.path.exists() and not self.path.is_file():
             raise ValueError(f"{self.path} is not a regular file: not written")
         self._file = self.path.open("ab")
-        # The system releases the lock however the process ends.
+        # The system releases the lock, no matter how the process ends.
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -92,8 +92,8 @@ class JsonlWriter:
         """Reads the records of earlier processes, and cuts off an incomplete last line. Call it before `append`.
 
         Args:
-            is_kept: the first record for which this is false is cut off, with everything after it; by default, all
-                records are kept.
+            is_kept: function of a record; the file is cut off before the first record for which it returns False. By
+                default, all records are kept.
             skip_damaged: skip damaged lines instead of raising an error.
         """
         records, size = [], 0

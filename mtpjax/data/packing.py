@@ -1,4 +1,4 @@
-"""Packs documents into rows and draws batches of rows. Plain numpy; nothing runs on a device."""
+"""Packs documents into rows and draws batches of rows. It uses only NumPy, so nothing runs on a device."""
 
 import dataclasses
 import hashlib
@@ -22,10 +22,10 @@ class Document:
     Attributes:
         name: the document's file, with the line or item if it is a record.
         tokens: `[n]` uint8 or int32, without the end token that packing adds.
-        loss_mask: `[n + 1]` bool, true where a token is a target; the last entry is for the end token. None: all tokens
-            are targets.
+        loss_mask: `[n + 1]` bool, true where a token is a target; the last entry is for the end token. None means that
+            all tokens are targets.
         category: the group under which evaluations report it.
-        origin: digest of the record that it is part of; "" for a whole record.
+        origin: digest of the record that the document is a part of, or "" if it is a whole record.
 
     Example:
         >>> import numpy as np
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: `[B, T]` int32.
-        segment_ids: `[B, T]` int32 document of each token: 0 is padding, the documents of a row are 1, 2, …
+        segment_ids: `[B, T]` int32 document of each token. The documents in a row are 1, 2, …, and padding is 0.
         loss_mask: `[B, T]` bool, true where a token counts as a target.
 
     Example:
@@ -63,21 +63,21 @@ class Batch(NamedTuple):
 def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[Document], list[Document]]:
     """Splits documents into training and held-out documents.
 
-    Only the sha256 of a document's content decides its side: paths, order and other documents have no effect, and
-    copies of a file, or parts of one record, get the same side. If that leaves a side empty, as with few texts, the
-    last part of the longest text is held out; for byte tokens, this part begins at a line start. Conversations cannot
-    be cut, so the conversation with the lowest digest is held out.
+    Only the sha256 of its content decides whether a document is held out. Paths, order and other documents have no
+    effect, and copies of a file and parts of one record stay together. If one of the two lists would be empty, which
+    can happen with few texts, the last part of the longest text is held out; for byte tokens, this part begins at a
+    line start. Conversations cannot be cut, so the conversation with the lowest digest is held out instead.
 
     Returns `(train, held_out)`.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"held-out fraction {fraction} is outside 0..1")
-    # The first 8 bytes of the digest are a uniform number; those below the fraction are held out.
+    # The first 8 bytes of the digest are a uniformly distributed number. Numbers below the fraction are held out.
     numbered = [(int.from_bytes(_digest(document)[:8], "big"), document) for document in documents]
     train, held_out = _divide(numbered, fraction * 2**64)
     if (train and held_out) or not documents or fraction in (0, 1):
         return train, held_out
-    # One side is empty. Copies of the cut text are cut in the same place, so that its end is never trained on.
+    # One list is empty. Cut all copies of the longest text in the same place, so that its end is never trained on.
     cut_number, longest = max(numbered, key=lambda each: len(each[1].tokens))
     if longest.loss_mask is not None:
         return _divide(numbered, min(number for number, _ in numbered) + 1)
@@ -86,12 +86,12 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
 
 
 def _divide(numbered: Sequence[tuple[int, Document]], limit: float) -> tuple[list[Document], list[Document]]:
-    """Returns the documents whose number is at least the limit, and the others."""
+    """Returns the documents whose number is at least the limit, and the other documents."""
     return [each for number, each in numbered if number >= limit], [each for number, each in numbered if number < limit]
 
 
 def _digest(document: Document) -> bytes:
-    """Returns the digest that decides a document's side, of its tokens or of the record that it is part of."""
+    """Returns the digest of a document's tokens or of its record, which decides whether the document is held out."""
     return hashlib.sha256(document.origin.encode() or np.ascontiguousarray(document.tokens).data).digest()
 
 
@@ -100,7 +100,7 @@ def _split_text(document: Document, fraction: float) -> tuple[list[Document], li
     tokens = document.tokens
     cut = len(tokens) - max(1, round(len(tokens) * fraction))
     if tokens.dtype == np.uint8:
-        # Cut at the start of a line, or else of a character: bytes 0x80 to 0xBF continue a character.
+        # Cut at the start of a line if possible, else of a character (bytes 0x80 to 0xBF continue a character).
         line_starts = np.flatnonzero(tokens[cut:-1] == _NEWLINE) + cut + 1
         character_starts = np.flatnonzero((tokens[cut:] & 0xC0) != 0x80) + cut
         cut = int(next(iter([*line_starts[:1], *character_starts[:1]]), cut))
@@ -114,27 +114,27 @@ def pack(
     """Shuffles documents, ends each with `eos_token_id`, and cuts the stream into overlapping rows.
 
     A row starts every `row_length` tokens and is `row_length + extra_tokens` long. Its last `extra_tokens` are the
-    first tokens of the next row, where they are not targets again. So every token is a target exactly once, and from
+    first tokens of the next row, where they are not targets again. Every token is thus a target exactly once, and from
     the second row on, each target has at least `extra_tokens` tokens before it. With `D + 1` extra tokens, no target of
     depths 0..D is lost at the end of a row; with D, one target of depth D is lost. With 0, each later row loses its
     first k + 1 targets at depth k (DeepSeek-V3's window, 2412.19437, figure 3).
 
-    A document that continues in the next row is that row's segment 1. The end of the last row is padding: segment 0,
-    `eos_token_id`, no loss. Empty documents are skipped.
+    A document that continues in the next row is that row's segment 1. The last row is padded with `eos_token_id`, which
+    has segment 0 and no loss. Empty documents are skipped.
 
     Args:
-        documents: the documents.
+        documents: the documents to pack.
         row_length: tokens between the starts of two rows.
         seed: random seed for the order of the documents.
-        eos_token_id: ends each document.
-        extra_tokens: tokens by which a row overlaps the next one.
+        eos_token_id: the token that ends each document.
+        extra_tokens: number of tokens by which a row overlaps the next row.
 
     Returns:
         Arrays `[R, row_length + extra_tokens]`.
 
     Raises:
         ValueError: a length is out of range, there are no tokens, a loss mask has the wrong length, or a document
-            contains `eos_token_id` (only documents with a loss mask may: conversations have it after each answer).
+            without a loss mask contains `eos_token_id` (conversations may contain it after each answer).
 
     Example:
         >>> import numpy as np
@@ -242,7 +242,7 @@ def _row_numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> It
     if start < 0:
         raise ValueError(f"start {start} is below 0")
 
-    # An inner generator, so that the errors above are raised at the call and not at the first batch.
+    # Use an inner generator, so that the errors above are raised by the call and not at the first batch.
     def generate():
         epoch, first = divmod(start, num_rows // batch_size)
         while True:
@@ -260,10 +260,10 @@ def mixed_batches(
 ) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yields batches of packed rows from several sources, in proportion to `weights`.
 
-    The sources are interleaved, so each has its share of every stretch of rows to within a row or two. A source whose
-    rows are used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends
-    only on the rows, weights, `seed` and n, and a late `start` costs no time. With one source, the batches equal those
-    from `shuffled_batches`; several sources need grain, from the `train` extra.
+    The sources are interleaved so evenly that any range of rows has the right share of each source, to within a row or
+    two. A source whose rows are used up starts again in a new order, so small sources with a large weight repeat. The
+    n-th batch depends only on the rows, weights, `seed` and n, and a large `start` costs no time. With one source, the
+    batches equal those from `shuffled_batches`. Several sources need grain, which is in the `train` extra.
 
     Returns an iterator of `(indices, batch)`: the rows' indices `[batch_size]` in `concatenate_rows(source_rows)`, and
     the batch `[batch_size, T]`.
@@ -291,7 +291,7 @@ def _mixed_row_numbers(
         raise UsageError(f"grain, which mixes several sources, is missing: {install_extra('train')}") from error
     ends = np.cumsum(sizes).tolist()
     # Each source is a range of row indices, shuffled again at every repetition. Separate seeds give sources of equal
-    # size different orders. grain computes any element directly, so a late `start` needs no skipping.
+    # size different orders. grain computes any element directly, so a large `start` needs no skipping.
     seeds = np.random.SeedSequence(seed).generate_state(len(sizes)).tolist()
     numbers = [
         grain.MapDataset.range(begin, end).shuffle(seed=source_seed).repeat()
@@ -306,9 +306,9 @@ def draw_prompts(
 ) -> list[tuple[list[int], str]]:
     """Draws prompts, with their categories, from each category in turn and from each of its documents in turn.
 
-    A prompt of byte tokens begins at a line start, a prompt from a conversation ends where an answer starts, and a
-    prompt of other tokens can be anywhere. If `num_after` is None, a document without such a position gives a prompt
-    that ends in its middle. Copies of a document count once per category, and no position is used twice.
+    A prompt of byte tokens begins at a line start, a prompt from a conversation ends where an answer starts, and any
+    other prompt can be anywhere. If `num_after` is None, a document without such a position yields one prompt, which
+    ends in the middle of the document. Copies of a document count once per category, and no position is used twice.
 
     Args:
         count: maximum number of prompts.
@@ -324,7 +324,7 @@ def draw_prompts(
         ends = rng.permutation(_prompt_ends(distinct[index], length, num_after))[:count]
         of_document = [(tokens[max(0, end - length) : end].tolist(), category) for end in ends]
         prompts.setdefault(category, []).append(of_document)
-    # Every document gives one prompt before any gives a second.
+    # Take one prompt from every document before a second from any.
     return take_turns([take_turns(of_category) for _, of_category in sorted(prompts.items())])[:count]
 
 
@@ -337,7 +337,7 @@ def take_turns(groups: Iterable[Iterable[T]]) -> list[T]:
 def _prompt_ends(document: Document, length: int, num_after: int | None) -> np.ndarray:
     """Returns the positions where a prompt of a document may end (exclusive)."""
     tokens = document.tokens
-    # A conversation: an answer starts where the loss mask turns on. Bytes: `length` after the start of a line.
+    # In a conversation, an answer starts where the loss mask turns on. Byte prompts end `length` after a line start.
     if document.loss_mask is not None:
         ends = np.flatnonzero(np.diff(document.loss_mask[: len(tokens)].astype(int)) > 0) + 1
     elif tokens.dtype == np.uint8:
@@ -373,18 +373,18 @@ def held_out_prompts(
     min_count = count if min_count is None else min_count
     if len(prompts) < min_count:
         raise ValueError(
-            f"{len(distinct)} held-out documents hold {len(prompts)} prompts of {prompt_length} tokens with"
+            f"{len(distinct)} held-out documents contain {len(prompts)} prompts of {prompt_length} tokens with"
             f" {continuation_length} more after each; {min_count} were requested"
         )
     return [prompt for prompt, _ in prompts]
 
 
 def _loss_mask(document: Document, eos_token_id: int) -> np.ndarray:
-    """Returns which tokens of a document and its end token are targets, `[n + 1]`. Raises ValueError as `pack` does."""
+    """Returns the target mask `[n + 1]` of a document and its end token. Raises ValueError as `pack` does."""
     if document.loss_mask is None:
         # Without a mask, an end token inside the document would split it where the text continues.
         if (document.tokens == eos_token_id).any():
-            raise ValueError(f"document {document.name} holds the end token {eos_token_id}")
+            raise ValueError(f"document {document.name} contains the end token {eos_token_id}")
         return np.ones(len(document.tokens) + 1, bool)
     if document.loss_mask.shape != (len(document.tokens) + 1,):
         raise ValueError(

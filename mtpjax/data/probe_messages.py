@@ -9,7 +9,7 @@ CALL_ID = "probecall"  # Mistral's templates require nine characters
 
 
 def probe_message(message: dict[str, Any], number: int, *, own_ids: bool = False) -> dict[str, Any]:
-    """Returns a message with the same fields, whose texts are unique words."""
+    """Returns a message with the same fields but with unique words as texts."""
     probe: dict[str, Any] = {"role": message["role"]}
     if "content" in message:
         content = message["content"]
@@ -56,7 +56,7 @@ def message_shape(message: dict[str, Any]) -> str:
 
 
 def without_repetitions(shapes: list[str]) -> list[int]:
-    """Returns the message indices, keeping only two copies of a turn that repeats in a row."""
+    """Returns the indices of the messages to keep, with at most two copies of each turn that is repeated in a row."""
     kept: list[int] = []
     names: list[str] = []
     for index, shape in enumerate(shapes):

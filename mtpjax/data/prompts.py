@@ -14,7 +14,7 @@ from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.messages import json_type_name
 from mtpjax.safe_open import open_regular
 
-TEXT_KEYS = ("prompt", "text", "question")  # the first one that a record has is its text
+TEXT_KEYS = ("prompt", "text", "question")  # a record's text is in the first of these that it has
 ID_KEYS = ("question_id", "id", "task_id")
 
 
@@ -68,8 +68,8 @@ def choose_prompts(
 ) -> list[Prompt]:
     """Draws prompts evenly, from each category in turn.
 
-    The choice within a category depends only on its prompts and `seed`, and a larger `count` includes the prompts
-    of a smaller one.
+    The choice within a category depends only on its prompts and `seed`, and the prompts for a larger `count` include
+    those for a smaller one.
 
     Args:
         count: number of prompts; all prompts if there are fewer.
@@ -131,11 +131,11 @@ def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | 
 
 
 def read_turns(record: dict[str, Any]) -> Iterator[str]:
-    """Yields all turns of a Spec-Bench record, or the text of any other record; at least one.
+    """Yields all turns of a Spec-Bench record (at least one), or the text of any other record.
 
     Raises:
-        SkippedRecordError: a turn is not text or is empty; raised when that turn is reached, with reason "corrupt" or
-            "empty".
+        SkippedRecordError: a turn is not text (reason "corrupt") or is empty (reason "empty"). The error is raised when
+            that turn is reached.
     """
     key = next((key for key in ("turns", *TEXT_KEYS) if key in record), None)
     if key is None:
@@ -159,7 +159,7 @@ def _to_prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
             raise SkippedRecordError("corrupt", f"has {json_type_name(category)}, not text, in 'category'")
     except SkippedRecordError as error:
         raise ValueError(f"{place} {error}") from error
-    # The first id that the record has, else the number of its line.
+    # Use the first id that the record has, or else its line number.
     named = [record[key] for key in ID_KEYS if isinstance(record.get(key), (str, int))]
     return Prompt(text=text, category=category, id=str(named[0]) if named else place.rpartition(" ")[2])
 

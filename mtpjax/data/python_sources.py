@@ -1,4 +1,4 @@
-"""The default corpus: the standard library of the running Python, so that a first run downloads nothing."""
+"""Lists the default corpus, which is the running Python's standard library, so that a first run downloads nothing."""
 
 import os
 import pathlib
@@ -9,14 +9,14 @@ _MIN_STDLIB_FILES = 100  # a complete standard library has over a thousand; a zi
 
 
 def list_python_sources() -> list[pathlib.Path]:
-    """Lists the .py files of the standard library, or of installed packages if it is zipped or stripped.
+    """Lists the .py files of the standard library, and of installed packages if the library is zipped or stripped.
 
-    Skips links that leave their folder or repeat a file, and files that are empty, unreadable, contain NUL or are not
-    UTF-8.
+    Skips links that lead out of their folder or to a file that is already listed, and files that are empty, unreadable
+    or not UTF-8, or that contain NUL.
     """
     roots = [sysconfig.get_path("stdlib")]
     files = _list_sources_under(roots[0])
-    # Embedded interpreters may ship almost no sources: fall back to the installed packages.
+    # Embedded interpreters may ship almost no sources, so fall back to the installed packages.
     if len(files) < _MIN_STDLIB_FILES:
         roots += dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()])
         files = list(dict.fromkeys(file for folder in roots for file in _list_sources_under(folder)))
@@ -26,7 +26,7 @@ def list_python_sources() -> list[pathlib.Path]:
 
 
 def _list_sources_under(root) -> list[pathlib.Path]:
-    """Lists the .py text files under a folder, without installed packages, outside links and repeated files."""
+    """Lists the .py text files under a folder, except installed packages, links to the outside, and repeated files."""
     root = pathlib.Path(root)
     inside = root.resolve()
     files = {}  # resolved path -> path

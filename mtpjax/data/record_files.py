@@ -16,7 +16,7 @@ from mtpjax.safe_open import open_regular, parse_json
 FileDigest = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 MAX_LINE_BYTES = 64 << 20  # for compressed files, whose lines can be far longer than the file
-MAX_JSON_BYTES = 1 << 30  # for a `.json` list, which is parsed whole
+MAX_JSON_BYTES = 1 << 30  # for a `.json` list, which is parsed as a whole
 
 
 def is_record_file(path: str | os.PathLike) -> bool:
@@ -30,8 +30,8 @@ def read_file_records(
     """Reads the records in files.
 
     Args:
-        by_line: None: the suffix decides, and files with other suffixes are whole texts. True: files with other
-            suffixes are JSONL. False: all files are whole texts, record files too.
+        by_line: with None, the suffix decides, and files with other suffixes are whole texts. With True, files with
+            other suffixes are JSONL. With False, all files are whole texts, even record files.
 
     Yields:
         The location, such as "FILE line N", and a record: the bytes of a line or a text, or an object.
@@ -45,7 +45,7 @@ def read_file_records(
         else:
             reader = _read_gzip if name.endswith(".gz") else _read_parquet if name.endswith(".parquet") else _read_json
             yield from reader(path)
-            # These readers do not read the file's bytes in order, so the digest takes a separate pass.
+            # These readers do not read the file's bytes in order, so the digest needs a separate pass.
             with open_regular(path) as stream:
                 digest, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
         if files is not None:
@@ -76,7 +76,7 @@ def _read_gzip(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_json(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the objects of a JSON list; a file with any other value is one record."""
+    """Yields the items of a JSON list as records, or the whole value of a file that contains no list."""
     with open_regular(path) as stream:
         content = stream.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
@@ -84,7 +84,7 @@ def _read_json(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
     try:
         values = parse_json(content)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; name a file with one object per line .jsonl") from error
+        raise ValueError(f"{path} is not JSON: {error}; if it has one object per line, rename it to .jsonl") from error
     for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
         yield f"{path} item {number}", json.dumps(value).encode()
 
@@ -100,7 +100,7 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
             # Read small batches, so that memory does not grow with the size of the row groups' texts.
             records = (record for batch in file.iter_batches(batch_size=256) for record in batch.to_pylist())
             for number, record in enumerate(records, start=1):
-                # A row has every column of the file; null columns are missing fields.
+                # Every row has all columns of the file, so a null value means that the field is missing.
                 yield f"{path} row {number}", {name: v for name, v in record.items() if v is not None}
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a complete Parquet file: {printable(error, 200)}") from error

@@ -48,8 +48,8 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
     A text in `system` becomes the first message, unless the conversation already starts with a system message.
 
     Returns:
-        OpenAI messages without null fields. Messages that are left out of training, by `weight` 0 or `train` false,
-        have `weight` 0.
+        OpenAI messages without null fields. Messages that `weight` 0 or `train` false excludes from training have
+        `weight` 0.
 
     Raises:
         SkippedRecordError: a field is missing or wrong; the message names it. The reason is "corrupt".
@@ -62,7 +62,7 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
     # Arrow fills missing fields with nulls, so null means that the field is missing.
     messages = drop_nulls(record.get(field))
     if not isinstance(messages, list) or not messages:
-        raise SkippedRecordError("corrupt", f"has no '{field}', a list of objects with a role each")
+        raise SkippedRecordError("corrupt", f"has no '{field}', which must be a list of objects that have a role")
     # The first object shows the format: ShareGPT's objects have `from`, OpenAI's have `role`.
     is_sharegpt = isinstance(messages[0], dict) and "from" in messages[0] and "role" not in messages[0]
     convert = _from_sharegpt if is_sharegpt else _from_openai
@@ -74,7 +74,7 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
 
 def _from_openai(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise SkippedRecordError("corrupt", f"has no list of objects with a role each: {place} has no 'role'")
+        raise SkippedRecordError("corrupt", f"has no list of objects that have a role: {place} has no 'role'")
     # Null with tool calls, and lists of parts, are also valid in OpenAI's format; the chat template handles them.
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
@@ -83,9 +83,9 @@ def _from_openai(message: Any, place: str) -> dict[str, Any]:
 
 
 def _read_weight(message: dict[str, Any], place: str) -> dict[str, int]:
-    """Returns `weight` 0 for a message that is left out of training, by OpenAI's `weight` or Axolotl's `train`."""
+    """Returns `weight` 0 for a message that OpenAI's `weight` or Axolotl's `train` excludes from training."""
     weight, train = message.get("weight", 1), message.get("train", True)
-    # Reject other types: with the text "0", for example, a message that its author excluded would be trained on.
+    # Reject other types. Otherwise, a message that its author excluded with the text "0" would be trained on.
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise SkippedRecordError("corrupt", f"{place}: 'weight' is {printable(repr(weight), 60)}, not 0 or 1")
     if not isinstance(train, bool):
@@ -109,7 +109,7 @@ def _from_sharegpt(message: Any, place: str) -> dict[str, Any]:
 
 
 def _parse_calls(text: str) -> list[dict[str, Any]]:
-    """Returns the tool calls in a text that is the JSON of one call or of a list of calls; [] for other text."""
+    """Returns the tool calls in a text that is the JSON of one call or a list of calls, or [] for any other text."""
     try:
         value = parse_json(text)
     except (ValueError, RecursionError):
@@ -119,8 +119,8 @@ def _parse_calls(text: str) -> list[dict[str, Any]]:
 
 
 def _from_alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Builds the conversation: system, earlier turns, instruction and input, output."""
-    # `instruction` and `output` are required; a missing or null `input`, `system` or `history` is an empty one.
+    """Builds a conversation from the system text, the earlier turns, the instruction with its input, and the output."""
+    # `instruction` and `output` are required; a missing or null `input`, `system` or `history` counts as empty.
     texts = {name: record.get(name) or "" for name in ("input", "system")}
     texts |= {name: record.get(name) for name in ("instruction", "output")}
     for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""The output of a regeneration: a JSONL file that grows by whole windows of records, and its manifest.
+"""Writes the output of a regeneration, a JSONL file that grows by whole windows of records, and its manifest.
 
 The manifest `NAME.about.json` records the settings that the file is written with, the number of bytes in complete
 windows, and the digest of those bytes. An interrupted run continues from the manifest.
@@ -25,7 +25,7 @@ MAX_MANIFEST_BYTES = 1 << 20
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of a regeneration so far; `rounds` and `accepted` are counted as in `DecodeStats`.
+    """The counts of a regeneration so far. `rounds` and `accepted` are counted as in `DecodeStats`.
 
     Attributes:
         read: records read.
@@ -33,7 +33,7 @@ class Tally:
         cut: regenerated conversations whose last turns did not fit.
         skipped: skipped records by reason.
         finished: answers by finish reason.
-        changed: answers that training will tokenize differently from the decoded tokens.
+        changed: answers whose text training will not tokenize into the decoded tokens.
         tokens: decoded tokens.
         rounds: verification passes.
         accepted: accepted draft tokens.
@@ -53,7 +53,7 @@ class Tally:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per round, the bonus token included."""
+        """Mean tokens per round, including the bonus token."""
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
     @property
@@ -103,14 +103,14 @@ class RegenerationOutput:
         self.write_manifest()
 
     def write_manifest(self) -> None:
-        """Writes the manifest: the settings, the counts, the number of bytes in complete windows, and their digest."""
+        """Writes the settings, the counts, the number of bytes in complete windows, and the digest of those bytes."""
         written = {"bytes": self.writer.size, "sha256": self.digest.hexdigest()}
         manifest = {"format": FORMAT, "source": {"path": self.path.name, "kind": self.kind}, "written": written}
         manifest |= {"tally": dataclasses.asdict(self.tally), "settings": self.settings}
         write_text(self.manifest_path, json.dumps(manifest, indent=1) + "\n")
 
     def resume(self) -> None:
-        """Continues from the manifest: reads the counts, and cuts off the bytes that were written after it."""
+        """Continues from the manifest. Reads its counts, and cuts off the bytes that were written after it."""
         # Read the manifest. Any failure means that it cannot be trusted.
         advice = f"remove it and {self.manifest_path.name}, or choose a different output"
         try:
@@ -129,7 +129,7 @@ class RegenerationOutput:
             raise ValueError(
                 f"{self.path} was written with different settings: {'; '.join(changed)}. To start over, {advice}"
             )
-        # The bytes that the manifest counts must be those that were written; another program may have edited them.
+        # Check that the bytes that the manifest counts are unchanged, because another program may have edited them.
         num_left = size
         with self.path.open("rb") as file:
             while part := file.read(min(num_left, 1 << 20)):
@@ -144,7 +144,7 @@ class RegenerationOutput:
 
 @contextlib.contextmanager
 def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[RegenerationOutput]:
-    """Opens the records at `path`: a new file, or an existing file that is continued after its last window."""
+    """Opens the records at `path`. Starts a new file, or continues an existing one after its last complete window."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with JsonlWriter(path) as writer:

@@ -1,4 +1,4 @@
-"""The tasks of a regeneration: texts to continue, and conversations to answer again."""
+"""Defines the tasks of a regeneration, which are texts to continue and conversations to answer again."""
 
 import abc
 import pathlib
@@ -50,7 +50,7 @@ class Task(abc.ABC):
 
 
 def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
-    """Finds the kind of records in files, by the same suffixes and fields as training.
+    """Detects the kind of the records in files, by the same suffixes and fields as training does.
 
     Returns "documents" for files that are whole texts. In record files, the first readable record decides:
     "conversations" if it has a conversation (`mtpjax.data.record_forms.has_conversation`), else "prompts".
@@ -82,7 +82,7 @@ def make_task(
     """Makes the task of one record.
 
     Args:
-        prompt_tokens: number of tokens of a text to keep as its prompt; None: all tokens, or 64 for a document.
+        prompt_tokens: number of tokens of a text to keep as its prompt; by default all tokens, or 64 for a document.
 
     Raises:
         SkippedRecordError: the record has no usable text or conversation.
@@ -91,7 +91,7 @@ def make_task(
     record = {"text": decode_utf8(content)} if is_text and isinstance(content, bytes) else as_object(content)
     if kind == "conversations":
         messages = find_messages(record)
-        # Calls with weight 0 are part of the prompt.
+        # Tool calls with weight 0 are allowed, because they are part of the prompt.
         if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
             raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
         # The output contains the conversation (only in OpenAI's format) and the record's other fields.
@@ -120,7 +120,7 @@ class TextTask(Task):
         self.prompt, self.text = prompt, ""
 
     def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
-        # Store the decoded text. It may tokenize differently: a continuation can merge across the cut.
+        # Store the decoded text. It may tokenize differently, because a token can merge across the end of the prompt.
         all_tokens = (self.prompt or []) + tokens
         self.prompt, self.text = None, self.tokenizer.decode(all_tokens)
         self.finish_reasons.append(finish_reason)
@@ -131,7 +131,7 @@ class TextTask(Task):
 
 
 class ConversationTask(Task):
-    """A conversation whose assistant messages are answered again, except those with `"weight": 0`.
+    """A conversation whose assistant messages are generated again, except those with `"weight": 0`.
 
     A user message at the end is answered too.
     """
@@ -167,7 +167,7 @@ class ConversationTask(Task):
         return {**self.extra_fields, "messages": self.messages, "finish_reasons": self.finish_reasons}
 
     def _advance(self) -> None:
-        """Moves to the next answer to generate; ends the conversation if an answer does not fit."""
+        """Moves to the next answer to generate, or ends the conversation if the answer does not fit."""
         self.prompt, num_answered = None, len(self.messages)
         while self.remaining:
             message = self.remaining.pop(0)
@@ -187,9 +187,9 @@ class ConversationTask(Task):
             if prompt is not None and len(prompt) <= self.max_prompt_tokens:
                 self.prompt = prompt
                 return
-            # No room: drop this answer and everything after it.
+            # This answer is rejected or does not fit, so drop it and everything after it.
             self.is_truncated, self.remaining = True, []
-        # Messages after the last answer have no answer to train on.
+        # Drop the messages after the last answer, because they have no answer to train on.
         del self.messages[num_answered:]
 
     def _encode_messages(self, *, add_generation_prompt: bool) -> list[int]:

@@ -33,7 +33,7 @@ class SourceContents:
         skipped: number of skipped documents by reason.
         files: the files that were read.
         last_skipped: location and problem of the last skipped document, or "".
-        lost_answers: number of answers that could not be located, in conversations in which at least one could be.
+        lost_answers: number of answers that could not be located, in conversations with at least one located answer.
         last_lost: location and problem of the last such answer, or "".
         left_out: description of the files in the folder that were not read, or "".
     """
@@ -48,7 +48,7 @@ class SourceContents:
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """Returns the token that ends a document: the tokenizer's first end token."""
+    """Returns the token that ends a document, which is the tokenizer's first end token."""
     if not tokenizer.eos_token_ids:
         raise TokenizerError("the tokenizer has no end token, which must separate documents")
     return tokenizer.eos_token_ids[0]
@@ -59,9 +59,9 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
 
     Leaves out and counts files in a folder as `list_data_files` does. Skips and counts three kinds of documents:
     `corrupt` (not UTF-8 or with NUL, not JSON, a missing field, a conversation that the chat template rejects or in
-    which no answer can be located, text that contains the end token), `empty` (also conversations without an answer),
-    and `vocabulary` (ids outside the vocabulary). Ignores blank lines in JSONL. A conversation may become several
-    documents (`encode_answers`); answers that cannot be located are counted.
+    which no answer can be located, text that contains the end token), `empty` (including conversations without an
+    answer), and `vocabulary` (ids outside the vocabulary). Ignores blank lines in JSONL. A conversation may become
+    several documents (`encode_answers`); answers that cannot be located are counted.
     """
     end, contents = end_token_id(tokenizer), SourceContents()
     # A text's location is its file name; records add line, item or row.
@@ -104,12 +104,12 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
 def fingerprint(
     sources: Sequence[Source], contents: Sequence[SourceContents], tokenizer: Tokenizer, *, vocab_size: int
 ) -> str:
-    """Computes a digest of the data that a run reads, which a resumed run compares with its own.
+    """Computes a digest of a run's data, with which a resumed run checks that its data is the same.
 
     It covers the kind, field, weight and files (relative paths, sizes, contents) of each source in order, the
     tokenizer, and the vocabulary size, which decides which documents are skipped. The folder's location has no effect.
     """
-    # Digests of file contents are in `content.files`, taken while reading; here only their combination is hashed.
+    # The files' digests were computed while reading and are in `content.files`, so hash only their combination.
     parts = [
         {**_kind_and_field(source, content), "weight": source.weight, "files": content.files}
         for source, content in zip(sources, contents, strict=True)
@@ -119,7 +119,7 @@ def fingerprint(
 
 
 def _kind_and_field(source: Source, content: SourceContents) -> dict[str, str]:
-    """Returns the kind and field for the fingerprint. If all files are texts, "auto" and "text" give the same."""
+    """Returns the kind and field for the fingerprint. If all files are texts, "auto" and "text" are equivalent."""
     if source.kind == "auto" and not any(is_record_file(name) for name, _, _ in content.files):
         return {"kind": "text", "field": "text"}
     return {"kind": source.kind, "field": source.field}
@@ -128,7 +128,7 @@ def _kind_and_field(source: Source, content: SourceContents) -> dict[str, str]:
 def _encode_record(
     content: bytes | dict[str, Any], source: Source, tokenizer: Tokenizer, *, is_text: bool
 ) -> tuple[list[Encoded], str, list[str]]:
-    """Returns a record's documents, its category or "", and the problem of each answer that cannot be located.
+    """Returns a record's documents, its category or "", and an error message for each answer that cannot be located.
 
     Raises `SkippedRecordError` or `TokenizerError`.
     """
@@ -137,7 +137,7 @@ def _encode_record(
         if "\0" in text:
             raise SkippedRecordError("corrupt", "contains NUL: it is not text")
         return [(_encode_text(text, tokenizer), None)], "", []
-    # A record: the text or the conversation is in the source's field; a category is optional.
+    # In a record, the source's field contains the text or the conversation. The category is optional.
     record = as_object(content)
     category = record.get("category")
     category = category if isinstance(category, str) else ""
@@ -172,7 +172,7 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     except ValueError as error:
         raise SkippedRecordError("corrupt", str(error)) from error
     if tokens and tokens[-1] == end_token_id(tokenizer):
-        # Some tokenizers end each text themselves; here packing adds the end token.
+        # Some tokenizers append an end token to each text. Drop it, because packing adds one.
         tokens = tokens[:-1]
     return np.array(tokens, np.int64)
 
@@ -184,12 +184,12 @@ def _with_answers(tokens: list[int], is_target: np.ndarray) -> tuple[np.ndarray,
 
 
 def _check_tokens(tokens: np.ndarray, vocab_size: int, end: int | None) -> np.ndarray:
-    """Returns the tokens in a document's dtype. Raises `SkippedRecordError`, also if `end` is among them."""
+    """Returns the tokens in a document's dtype. Raises `SkippedRecordError` for invalid tokens, including `end`."""
     if not len(tokens):
         raise SkippedRecordError("empty", "has no tokens")
-    # An id outside the vocabulary would index the embedding outside its rows without an error.
+    # With an id outside the vocabulary, the embedding lookup would be out of range but raise no error.
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise SkippedRecordError("vocabulary", f"has a token id outside the vocabulary of {vocab_size}")
     if end is not None and (tokens == end).any():
-        raise SkippedRecordError("corrupt", f"holds the end token {end}")
+        raise SkippedRecordError("corrupt", f"contains the end token {end}")
     return tokens if tokens.dtype == np.uint8 else tokens.astype(np.int32)

@@ -2,8 +2,8 @@
 
 Templates come with checkpoints, which are untrusted. jinja2's sandbox keeps a template away from Python objects, but a
 single expression such as `'a' * 10**9` or `9**(9**9)` can still use all memory or never end. A thread cannot be
-stopped, but a separate process can, from any thread and on every Unix. It runs this file as a script, without JAX or
-the mtpjax package, so only `TemplateWorker` imports from the package, and not at the top of the file.
+stopped, but a separate process can be, from any thread and on every Unix. The process runs this file as a script,
+without JAX or the mtpjax package, so only `TemplateWorker` imports from the package, and not at the top of the file.
 """
 
 import atexit
@@ -24,7 +24,7 @@ _COMPILED_TEMPLATES = 8
 
 
 class TemplateFailure(Exception):
-    """A template failed. The message gives the reason; `is_template` is true if it fails with every conversation."""
+    """A template failed. The message is the reason; `is_template` is true if it fails for every conversation."""
 
     def __init__(self, message: str, *, is_template: bool = False):
         super().__init__(message)
@@ -45,10 +45,10 @@ class Rendered(NamedTuple):
 
 
 class TemplateWorker:
-    """A process that renders templates one at a time. It starts at the first call, and restarts after a limit."""
+    """A process that renders templates one at a time. It starts at the first call, and again after it hits a limit."""
 
     def __init__(self):
-        # Not for the worker itself, which runs this file as a script.
+        # The worker itself must not import this, because it runs this file as a script.
         from mtpjax.worker_process import WorkerProcess
 
         self._worker = WorkerProcess(__file__)
@@ -83,7 +83,7 @@ class TemplateWorker:
             try:
                 answer = self._worker.ask([line], seconds)
             except WorkerEnded as ended:
-                # The process ends itself after MAX_SECONDS. If it did not, it was suspended: use a new one.
+                # The process ends itself after MAX_SECONDS. If it did not, it was suspended, so use a new one.
                 if ended.code is not None:
                     raise
                 answer = self._worker.ask([line], seconds)
@@ -138,7 +138,7 @@ def serve() -> None:
 
 
 def _answer_all(request: dict[str, Any], compiled: dict[str, Any]) -> list[dict[str, Any]]:
-    """Answers a request: for each rendering, a dict with "text" and "generation", or "error" and "is_template"."""
+    """Returns a dict with "text" and "generation", or "error" and "is_template", for each rendering in a request."""
     template, date = request["template"], request["date"]
     try:
         if template not in compiled:
@@ -151,7 +151,7 @@ def _answer_all(request: dict[str, Any], compiled: dict[str, Any]) -> list[dict[
     strftime_now = lambda form: (moment or datetime.datetime.now()).strftime(form)
     answers = []
     for variables in request["renders"]:
-        # From here on the messages may cause the error. A template can raise any exception.
+        # From here on, the messages may cause an error. A template can raise any exception.
         try:
             variables = {"strftime_now": strftime_now, **variables}
             answers.append(_answer(compiled[template], variables, with_generation=request["with_generation"]))

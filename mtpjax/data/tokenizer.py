@@ -1,4 +1,4 @@
-"""Tokenizers: bytes for small models, `tokenizer.json` and its chat template for published models."""
+"""Tokenizers for small models (bytes) and for published models (`tokenizer.json` and a chat template)."""
 
 import dataclasses
 import functools
@@ -80,7 +80,8 @@ def _encode_utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"text holds a lone surrogate at character {error.start}: it has no UTF-8 encoding") from error
+        problem = f"text contains a lone surrogate at character {error.start}, which has no UTF-8 encoding"
+        raise ValueError(problem) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +99,11 @@ class ByteTokenizer:
         encoded = _encode_utf8(text)
         position = text.find("\0")
         if position >= 0:
-            raise ValueError(f"text holds NUL at character {position}: byte 0 is the end token")
+            raise ValueError(f"text contains NUL at character {position}, but byte 0 is the end token")
         return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids; skips end tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
+        """Decodes ids. Skips end tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
         stream = self.incremental_decoder()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
@@ -120,7 +121,7 @@ class ByteTokenizer:
         return name == "add_generation_prompt"
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
+        """Encodes a conversation as text, with a line `role: content` per message and the end token after each answer.
 
         Byte-level models have no chat template.
 
@@ -147,10 +148,10 @@ class HuggingFaceTokenizer:
     """The `tokenizer.json` of a Hugging Face directory or GGUF file, read by the tokenizers package.
 
     `eos_token_ids` come from `generation_config.json`, `config.json`, its `text_config`, and the `eos_token` in
-    `tokenizer_config.json`, in this order. Each of them ends a text, and the first one ends documents. Special tokens
-    written in a prompt's text become those tokens, as in transformers; special tokens that a user or a tool writes in a
-    message remain text, so that a message cannot end its own turn. Tokens are decoded by the decoder in
-    `tokenizer.json`, as in vLLM; `clean_up_tokenization_spaces` is ignored.
+    `tokenizer_config.json`, in this order. Each of them ends a text, and the first one ends documents. The text of a
+    special token in a prompt becomes that token, as in transformers; in a message from a user or a tool, it remains
+    plain text, so that a message cannot end its own turn. The decoder in `tokenizer.json` decodes tokens, as in vLLM,
+    and `clean_up_tokenization_spaces` is ignored.
 
     Args:
         folder: the directory, or the GGUF file.
@@ -168,12 +169,12 @@ class HuggingFaceTokenizer:
         check_expansion(content, folder / "tokenizer.json")
         with rust_errors(f"{folder / 'tokenizer.json'} cannot be read"):
             self._build(content)
-        # A token outside the model's vocabulary would index its embedding outside its rows without an error.
+        # With a token outside the model's vocabulary, the embedding lookup would be out of range but raise no error.
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocab_size:
             raise TokenizerError(f"{folder / 'tokenizer.json'} has token {largest}; the model has {vocab_size} tokens")
         self.num_tokens = largest + 1
-        # Special and end tokens, and the chat template, come from other files of the folder.
+        # Read the special tokens, the end tokens and the chat template from the other files in the folder.
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._special_names = [token.content for token in added.values() if token.special]
@@ -200,13 +201,13 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         self._content, self._tokenizer = content, tokenizers.Tokenizer.from_buffer(content)
-        # Files may enable padding or truncation, which would change the tokens of a text by its length.
+        # Files may enable padding or truncation, which would change the tokens of short or long texts.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._decoder = TokenizerDecoder(self._tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for another process: the content of the file, without the objects made from it."""
+        """Returns the state to pickle, which has the content of the file but not the objects made from it."""
         return {name: each for name, each in vars(self).items() if name not in _BUILT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,7 +221,7 @@ class HuggingFaceTokenizer:
             return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids; skips special tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
+        """Decodes ids. Skips special tokens, and replaces bytes that are not UTF-8 with U+FFFD."""
         tokens = [int(index) for index in ids]
         if not self._decoder.is_total:
             stream = self.incremental_decoder()
@@ -239,7 +240,7 @@ class HuggingFaceTokenizer:
         return self.chat_templates.reads(name)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        """Encodes a conversation; `template_variables` are the template's variables, such as `enable_thinking`."""
+        """Encodes a conversation. `template_variables` are variables for the template, such as `enable_thinking`."""
         return self.encode_rendered(self.chat_templates.render(messages, **template_variables))[0]
 
     def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
@@ -270,7 +271,7 @@ class HuggingFaceTokenizer:
         if is_first or not self._adds_space:
             encoding = tokenizer.encode(piece, add_special_tokens=False)
             return encoding.ids, encoding.offsets
-        # A piece inside a text must not get a leading space: encode it after a newline, and drop the newline.
+        # A piece inside a text must not get a leading space, so encode it after a newline and drop the newline.
         encoding = tokenizer.encode("\n" + piece, add_special_tokens=False)
         num_before = len(tokenizer.encode("\n", add_special_tokens=False).ids)
         spans = [(max(0, begin - 1), end - 1) for begin, end in encoding.offsets[num_before:]]

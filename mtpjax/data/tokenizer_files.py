@@ -21,8 +21,8 @@ log = logging.getLogger("mtpjax.tokenizer")
 def rust_errors(problem: str):
     """Converts errors of the tokenizers package to `TokenizerError`.
 
-    The package raises Exception itself. If its Rust code panics, such as at a limit of its regular expressions, it
-    raises a BaseException, which would end the process.
+    The package raises plain `Exception`. If its Rust code panics, as when a regular expression exceeds a limit, the
+    package raises a `BaseException`, which would end the process.
     """
     try:
         yield
@@ -33,7 +33,7 @@ def rust_errors(problem: str):
 
 
 def read_json_object(folder: pathlib.Path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> dict[str, Any]:
-    """Reads a JSON object from a checkpoint's file; {} if the file is missing or contains a different value."""
+    """Reads a JSON object from a checkpoint's file. Returns {} if the file is missing or contains a different value."""
     content = read_small_file(folder, name, max_bytes=max_bytes)
     try:
         values = parse_json(content) if content is not None else {}
@@ -67,7 +67,7 @@ def check_expansion(content: bytes, path: pathlib.Path) -> None:
 def find_end_tokens(
     folder: pathlib.Path, tokenizer: Any, eos_token: str | None, *, generation: dict, config: dict, vocab_size: int
 ) -> tuple[int, ...]:
-    """Finds the tokens that end a text. It combines all files, since a model may write any of these tokens.
+    """Finds the tokens that end a text. Combines all files, because a model may generate any of these tokens.
 
     Warns of likely mistakes: a name that is not a token, and an ordinary token in a file after the first.
 
@@ -93,7 +93,7 @@ def find_end_tokens(
 
 
 def _read_ids(folder: pathlib.Path, sources: dict[str, Any], vocab_size: int) -> list[list[int]]:
-    """Returns the ids in each source that has an `eos_token_id`; `[[]]` if no source has one."""
+    """Returns the ids in each source that has an `eos_token_id`, or `[[]]` if no source has one."""
     found: list[list[int]] = []
     for name, values in sources.items():
         value = values.get("eos_token_id") if isinstance(values, dict) else None

@@ -1,20 +1,20 @@
-"""Cache capacity and pass width: the shapes for which a decoding call is compiled."""
+"""Chooses the cache capacity and the pass width, which are the shapes that a decoding call is compiled for."""
 
 from mtpjax.models.config import Implementation, ModelConfig
 
 MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
-MAX_ACTIVATION_BYTES = 2**30  # for the widest array of a prefill pass
+MAX_ACTIVATION_BYTES = 2**30  # limit for the widest array of a prefill pass
 
 
 def round_up_capacity(size: int) -> int:
     """Rounds a number of cache slots up, so that calls of similar lengths share one compiled program.
 
     Args:
-        size: slots needed.
+        size: number of slots needed.
 
     Returns:
-        At least 256 slots, in steps of 128. From 1024 on a step is a quarter of the largest power of two up to `size`,
-        so at most a quarter of the size is added.
+        At least 256 slots, in multiples of 128. From 1024 slots on, the result is a multiple of a quarter of the
+        largest power of two up to `size`, which adds at most a quarter of `size`.
     """
     step = _capacity_step(size)
     return max(256, -(-size // step) * step)
@@ -41,16 +41,16 @@ def choose_prefill_chunk(
 ) -> int:
     """Chooses the number of tokens per row in one prefill pass.
 
-    Each pass reads all weights, so on a GPU chunks are as long as the prompts need. The widest array of a pass stays
-    within 1 GiB: either the feed-forward activations, or the float32 scores `[B, heads, chunk, slots]` of an indexer or
-    of attention in XLA. On a CPU short chunks are as fast as long ones, and short prompts leave less of a chunk unused.
+    Each pass reads all weights, so on a GPU longer prompts get longer chunks, if the widest array of a pass fits
+    into 1 GiB. It contains either the feed-forward activations, or the float32 scores `[B, heads, chunk, slots]` of an
+    indexer or of XLA attention. On a CPU, short chunks are as fast as long ones and need less padding.
 
     Args:
-        batch: number of rows of the call, B.
+        batch: number of rows in the call, B.
         platform: "cpu", "cuda" or "rocm".
         implementation: implementation of the model's kernels.
-        longest_prompt: tokens of the longest prompt.
-        max_length: tokens of the longest sequence, prompt included.
+        longest_prompt: number of tokens in the longest prompt.
+        max_length: number of tokens in the longest sequence, prompt included.
 
     Returns:
         A power of two: 64 on a CPU, else 64..2048.
@@ -69,12 +69,12 @@ def choose_prefill_chunk(
 def min_rows_per_pass(config: ModelConfig, batch: int, platform: str) -> int:
     """Computes the minimum number of token rows that a forward pass needs to be fast.
 
-    On a GPU a single row needs more launches than two rows: XLA does not multiply it on the tensor cores, and fuses
-    fewer operations around it. A model with experts keeps a single row, because a second row would activate more
-    experts.
+    On a GPU, a pass over a single row needs more kernel launches than a pass over two rows, because XLA does not use
+    the tensor cores for its matmuls and fuses fewer operations around them. A model with experts keeps a single row,
+    because a second row would activate more experts.
 
     Args:
-        batch: number of rows of the call, B.
+        batch: number of rows in the call, B.
         platform: "cpu", "cuda" or "rocm".
 
     Returns:

@@ -1,4 +1,4 @@
-"""Commit: append the accepted tokens, keep their cache entries, end finished rows, and update the depth policy."""
+"""Commits a round: appends the accepted tokens, keeps their cache entries, ends rows, and updates the depth policy."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Carry = TypeVar("Carry")
 def commit(
     decoder: Decoder, state: DecodeState, draft: Draft, verified: VerifyOutput, accepted: Acceptance
 ) -> DecodeState:
-    """Ends a round: keeps what the rule accepted and drops the rest.
+    """Ends a round by keeping the nodes that the rule accepted and dropping the others.
 
     Args:
         state: the rows before the round, with the drafter's state after drafting.
@@ -47,8 +47,8 @@ def commit(
 
         logits = None if logits is None else along_path(logits)
         states = jax.tree.map(along_path, states)
-    # 2. Count proposed and accepted drafts per level. The counters have a column per level of the deepest round, and a
-    #    shallower round of an adaptive call leaves the deeper columns unchanged.
+    # 2. Count proposed and accepted drafts per level. The counters have one column for each level of the deepest round.
+    #    In an adaptive call, a shallower round leaves the columns of deeper levels unchanged.
     levels = jnp.arange(1, K + 2)[None, :]
     was_accepted = (levels[:, :-1] <= accepted.num_accepted[:, None]) & is_running[:, None]
     was_proposed = jnp.broadcast_to(is_running[:, None], was_accepted.shape)
@@ -63,12 +63,12 @@ def commit(
     # 3. The drafter keeps the trunk states of the accepted nodes, and processes them in the next round (draft extend).
     state = state.replace(drafter=decoder.drafter.commit(decoder, state, states, accepted))
     # 4. Append the tokens up to the first stop sequence or the row's limit. The rest counts as discarded. A token's
-    #    origin is the draft level that proposed it, 0 for the bonus token.
+    #    origin is the draft level that proposed it, or 0 for the bonus token.
     origins = jnp.where(levels <= accepted.num_accepted[:, None], levels, 0)
     state, num_appended = append_tokens(decoder, state, accepted.tokens, origins, accepted.num_accepted + 1, logits)
     cut_off = jnp.where(is_running, accepted.num_accepted + 1 - num_appended, 0)
-    # 5. Commit the trunk's cache up to the newest token, which is the next pending token: the trunk has not processed
-    #    it. Entries of rejected nodes stay in the slots after that, and the next round overwrites them.
+    # 5. Commit the trunk's cache except for the newest token, which becomes the pending token because the trunk has not
+    #    processed it. Entries of rejected nodes stay in the later slots until the next round overwrites them.
     state = state.replace(discarded=state.discarded + cut_off, trunk=commit_cache(trunk, state.length - 1))
     # 6. An adaptive call chooses the depth of the next round from the acceptance counts.
     if state.policy is not None:
@@ -98,7 +98,7 @@ def append_tokens(
     Args:
         decoder: the decoder, which provides the vocabulary.
         tokens: `[B, W]` int32 new tokens, valid up to `num_valid`.
-        origins: `[B, W]` int32 draft level that proposed each token; 0: none.
+        origins: `[B, W]` int32 draft level that proposed each token; 0 if no draft did.
         num_valid: `[B]` int32 number of valid tokens per row.
         logits: `[B, W, V]` unmodified logits for each token; read only if log-probabilities are recorded.
 
@@ -141,17 +141,17 @@ def append_tokens(
 
 
 def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
-    """Returns `[B, W]` bool, True where a token of `tokens [B, W]`, which follow the text, ends a stop sequence."""
+    """Returns `[B, W]` bool, True where one of the new `tokens [B, W]` completes a stop sequence."""
     stops = state.settings.stops  # [B, N, Z]
     W, Z = tokens.shape[1], stops.shape[2]
     # 1. Prepend the last Z-1 committed tokens, since a stop sequence may span two rounds. Stop sequences apply to new
-    #    tokens only, so prompt tokens become -2, which equals no entry of `stops`.
+    #    tokens only, so prompt tokens become -2, which matches no entry of `stops`.
     position = state.length[:, None] - (Z - 1) + jnp.arange(Z - 1)[None, :]
     tail = jnp.take_along_axis(state.tokens, jnp.maximum(position, 0), axis=1)
     tail = jnp.where(position >= state.settings.prompt_length[:, None], tail, -2)
     joined = jnp.concatenate([tail, tokens], axis=1)
     # 2. Compare the Z tokens that end at each new token with every sequence. -1 pads shorter sequences on the left and
-    #    matches any token; rows of `stops` that hold only -1 are unused.
+    #    matches any token; rows of `stops` that contain only -1 are unused.
     windows = joined[:, jnp.arange(W)[:, None] + jnp.arange(Z)[None, :]]  # [B, W, Z]
     is_same = (windows[:, :, None] == stops[:, None]) | (stops == -1)[:, None]
     is_used = (stops != -1).any(axis=-1)[:, None]
@@ -164,14 +164,14 @@ def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
 
 
 def cond_as_while_loop(function: Callable[[Carry], Carry], predicate: jax.Array, carry: Carry) -> Carry:
-    """Computes `function(carry)` if `predicate`, as a loop that runs once.
+    """Computes `function(carry)` if `predicate` is True, in a loop that runs once.
 
     Inside a loop that moves large arrays, XLA's CPU backend runs even tiny operations in its thread pool, and waking a
-    thread costs more than the whole depth policy. A loop over small arrays runs in one thread. `predicate` must be a
-    value that XLA cannot evaluate at compile time, or XLA removes the loop.
+    thread costs more than the whole depth policy. A loop that carries only small arrays runs in one thread. `predicate`
+    must be a value that XLA cannot evaluate at compile time, or XLA removes the loop.
 
     Args:
-        function: returns a pytree of the same shapes as its argument.
+        function: returns a pytree with the same shapes as its argument.
         predicate: `[]` bool.
         carry: the argument of `function`, which is returned if `predicate` is False.
     """

@@ -17,12 +17,12 @@ MAX_STEPS = 127  # draft levels are reported as int8
 DEFAULT_MAX_NODES = 64  # cap on the default `num_draft_tokens`
 
 
-# SGLang's names for cache dtypes -> NumPy's names; None is the embedding's dtype.
+# Maps SGLang's names for cache dtypes to NumPy's names. None means the embedding's dtype.
 KV_CACHE_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 
 
 MAX_INTEGER = 2**31 - 1  # token ids and counts are int32 on the device
-# The smallest value of each field that is an integer or None.
+# The smallest allowed value of each field that is an integer or None.
 MINIMA = {"max_new_tokens": 1, "num_steps": 0, "topk": 1, "num_draft_tokens": 2, "relaxed_topk": 1, "draft_window": 1}
 MINIMA |= {"draft_sinks": 0, "max_length": 2, "prefill_chunk": 1, "min_rows": 1}
 
@@ -46,7 +46,8 @@ def check_integer(name: str, value: Any) -> int:
         number = None
     if number is None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    # Limits may be huge: the model's maximum length bounds the tokens, and rounds stop once all rows have ended.
+    # Limits may be huge, because the model's maximum length bounds the tokens, and rounds stop once all rows have
+    # ended.
     is_limit = name in ("max_new_tokens", "max_rounds")
     require(is_limit or abs(number) <= MAX_INTEGER, f"{name} must be at most {MAX_INTEGER}, got {number}")
     return number
@@ -70,23 +71,23 @@ def _elements(name: str, value: Any) -> tuple[Any, ...]:
 class DecodeConfig:
     """Settings of a decoding call.
 
-    Shapes and rules are static: a change compiles a new program. Limits, stop sequences, thresholds, costs and
+    Shapes and rules are static, so changing them compiles a new program. Limits, stop sequences, thresholds, costs and
     vocabularies enter the compiled call as arrays, so changing their values does not recompile. A call warns about
     settings that have no effect because of other settings.
 
     Attributes:
         max_new_tokens: maximum number of new tokens per row, at least 1.
-        drafter: the draft method: "mtp" (the model's MTP modules), "lookup" (n-grams copied from the row's own text),
-            or an instance of `mtpjax.drafters.Drafter`: an EAGLE-3, Medusa, DFlash or DSpark drafter from
-            `load_drafter`, or your own.
+        drafter: the draft method, which is "mtp" (the model's MTP modules), "lookup" (n-grams copied from the row's own
+            text), or a `mtpjax.drafters.Drafter` (your own, or an EAGLE-3, Medusa, DFlash or DSpark drafter from
+            `load_drafter`).
         num_steps: draft levels per round; 0 is plain decoding. Levels beyond the number of MTP modules run the last
             module again on its own output. SGLang: `speculative_num_steps`.
-        topk: candidates drafted per node at each level; 1 drafts a chain, more than 1 a tree. With drafter "mtp", a
-            tree needs a model with exactly one MTP module. SGLang: `speculative_eagle_topk`.
+        topk: candidates drafted per node at each level; 1 drafts a chain, and more than 1 drafts a tree. With drafter
+            "mtp", a tree needs a model with exactly one MTP module. SGLang: `speculative_eagle_topk`.
         num_draft_tokens: nodes verified per round, including the pending token. None: `num_steps + 1` for a chain; for
             a tree, the largest number that topk and num_steps allow, at most 64. SGLang:
             `speculative_num_draft_tokens`.
-        acceptance: the acceptance rule: a name from `mtpjax.decoding.acceptance.rules`, `package.module:RECORD`, or an
+        acceptance: name of an acceptance rule (`mtpjax.decoding.acceptance.rules`), `package.module:RECORD`, or an
             `AcceptanceRule`. "auto" is "greedy" if every row is at temperature 0, else "block" for a chain and
             "recursive" for a tree. On a chain, "recursive" is the same as "token", and "traversal" the same as "block".
             "threshold", "typical" and "relaxed" are lossy: they change the distribution of the text.
@@ -107,30 +108,30 @@ class DecodeConfig:
         typical_delta: "typical" also accepts a draft whose probability is above this number times exp(-entropy).
             Medusa: posterior alpha.
         relaxed_topk: "relaxed" accepts only drafts among the `relaxed_topk` most likely tokens (TensorRT-LLM).
-        relaxed_delta: "relaxed" accepts only drafts whose probability is at most this much below the most likely
+        relaxed_delta: "relaxed" accepts only drafts whose probability is within this distance of the most likely
             token's.
         draft_vocabulary: token ids that the MTP modules may draft (FR-Spec, 2502.14856); None: all. It does not change
             the distribution of the text.
         draft_window: number of newest positions that the MTP modules attend to, in addition to the first `draft_sinks`
             positions; None: all positions.
-        draft_sinks: number of positions at the start that the MTP modules always attend to if `draft_window` is set.
+        draft_sinks: number of initial positions that the MTP modules always attend to if `draft_window` is set.
         stop_token_ids: a row ends after any of these tokens. The result includes the token.
         stop_sequences: a row ends after any of these sequences of new tokens. The result includes the sequence.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         max_length: maximum length of a row in tokens, prompt included; None: the model's `max_position_embeddings`.
-        prefill_chunk: tokens per row in one prefill pass. None: 64 on a CPU; on a GPU up to 2048, as prompts and memory
-            allow, because each pass reads all weights.
+        prefill_chunk: tokens per row in one prefill pass. None: 64 on a CPU; on a GPU up to 2048, depending on prompts
+            and memory, because each pass reads all weights.
         implementation: implementation of the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted"
             (the GPU kernels on any machine, slowly) or "auto" (`pallas_kernels.dispatch`). None: the model's setting.
         kv_cache_dtype: dtype of keys, values and latents in the caches, with SGLang's names: "auto" (the embedding's
-            dtype), "bfloat16" or "fp8_e4m3". fp8 takes half the bytes of bfloat16. It rounds entries to 3 bits of
-            fraction, without scales, and clamps them to ±448. Speculative and plain decoding still give the same text
-            if both use it. The states of recurrent layers keep their dtype.
+            dtype), "bfloat16" or "fp8_e4m3". fp8 needs half the memory of bfloat16. It rounds entries to 3 fraction
+            bits without scaling them, and clamps them to ±448. Speculative and plain decoding still produce the same
+            text if both use it. The states of recurrent layers keep their dtype.
         deterministic: make each row's text independent of the other rows in the batch. Kernels then split their work in
-            the same way at every batch size, which is slower (docs/guides/kernels.md). Requires a GPU, for the kernels,
+            the same way at every batch size, which is slower (docs/guides/kernels.md). Requires the kernels on a GPU,
             or implementation "interpreted".
         allow_copies: on a mesh, replicate heads, columns, experts or the vocabulary if an axis does not divide their
-            number, which is otherwise an error.
+            number, instead of raising an error.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
             on a GPU if the model has no experts, else 1.
 
@@ -178,10 +179,10 @@ class DecodeConfig:
     min_rows: int | None = None
 
     def __post_init__(self):
-        # 1. Types, so that later checks compare plain numbers. Lists become tuples, which are hashable.
+        # 1. Check types first, so that later checks compare plain numbers. Lists become tuples, which are hashable.
         check_scalar_fields(self)
         self._convert_sequences()
-        # 2. Ranges of single values.
+        # 2. Check the ranges of single values.
         for name, minimum in MINIMA.items():
             value = getattr(self, name)
             require(value is None or value >= minimum, f"{name} must be at least {minimum}, got {value}")
@@ -206,7 +207,7 @@ class DecodeConfig:
             f"drafter must be a name such as 'mtp' or 'lookup', or a Drafter, got {self.drafter!r}",
         )
         require(all(self.stop_sequences), "stop_sequences contains an empty sequence")
-        # 4. Combinations of values.
+        # 4. Check combinations of values.
         self._check_tree()
         self._check_policy()
 
@@ -275,7 +276,7 @@ class DecodeConfig:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes verified per round, W, including the pending token."""
+        """Number of nodes verified per round, W, including the pending token."""
         if self.topk == 1 or not self.num_steps:
             return self.num_steps + 1
         return self.num_draft_tokens or min(DEFAULT_MAX_NODES, largest_tree(self.topk, self.num_steps))
@@ -284,7 +285,7 @@ class DecodeConfig:
 def largest_tree(topk: int, num_steps: int) -> int:
     """Computes the number of nodes in the largest tree, including the root.
 
-    SGLang's construction: topk nodes at level 1, and topk children of each of the topk best nodes at later levels.
+    In SGLang's construction, level 1 has topk nodes, and the topk best nodes of each level get topk children each.
 
     Args:
         topk: children per expanded node.
@@ -306,16 +307,15 @@ class SamplingParams:
     Attributes:
         temperature: softmax temperature; 0 is greedy.
         top_k: keep only the `top_k` most likely tokens; 0 keeps all.
-        top_p: of the tokens that top_k keeps, keep the smallest set of most likely tokens whose total probability
-            reaches top_p; 1 keeps all.
+        top_p: after top_k, keep the fewest most likely tokens with at least this total probability; 1 keeps all.
         min_p: keep tokens with at least this fraction of the most likely token's probability; 0 keeps all.
         repetition_penalty: penalty for tokens in the prompt or the new text (CTRL, 1909.05858); 1 is off.
         frequency_penalty: penalty per occurrence of a token in the new text, as in OpenAI's API; 0 is off.
         presence_penalty: penalty for tokens that occur in the new text, as in OpenAI's API; 0 is off.
         min_new_tokens: minimum number of new tokens. Until then, single stop tokens are banned and longer stop
             sequences do not end the row.
-        logit_bias: values to add to the logits, keyed by token id: one mapping for all rows, or one (or None) per row.
-        allowed_tokens: the only token ids that may be generated: one sequence for all rows, or one (or None) per row.
+        logit_bias: values to add to the logits by token id; one mapping for all rows, or one (or None) per row.
+        allowed_tokens: the only token ids that may be generated; one sequence for all rows, or one (or None) per row.
         banned_tokens: token ids that may not be generated, in the same form as allowed_tokens.
         seed: seed of the row's random numbers, 0..2^64-1; None derives it from the call's key.
 
@@ -350,7 +350,7 @@ class SamplingParams:
 
 
 def _materialise(value: Any) -> Any:
-    """Replaces iterators, including those inside a list or tuple, by tuples of their elements."""
+    """Replaces iterators, including those inside a list or tuple, with tuples of their elements."""
     if isinstance(value, Iterator):
         value = tuple(value)
     if type(value) in (list, tuple):

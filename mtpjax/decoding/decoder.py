@@ -1,4 +1,4 @@
-"""The decoder: the static settings of a compiled call, the sizes of its caches, and its empty state."""
+"""Defines the decoder, which stores a call's static settings, computes its cache sizes, and makes its empty state."""
 
 import dataclasses
 import functools
@@ -36,22 +36,22 @@ class Weights(flax.struct.PyTreeNode):
 class Drafter:
     """A draft method. This base class drafts nothing, which makes every round a plain decoding step.
 
-    A drafter is a frozen dataclass: hashable, and static under `jax.jit`. Its arrays live in its parameters (a separate
-    tree) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
+    A drafter is a frozen dataclass, so it is hashable and static under `jax.jit`. Its arrays live in its parameters (a
+    separate tree) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
     `select_states` on the verification pass, then `commit`. Prefill calls `select_states` and `extend` once per chunk.
-    An adaptive call keeps its depth while `backlog_fits` holds, and calls `drain_backlog` before it continues at any
+    An adaptive call keeps its depth while `backlog_fits` is True, and calls `drain_backlog` before it continues at any
     depth.
 
-    Methods get the round's `Decoder`, with model and spec (`spec.num_steps` is the depth of this round), the `Weights`,
-    whose `drafter` is the result of `prepare`, and the rows' `DecodeState`, whose `tokens` after `length` are scratch
-    space. All methods run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
+    Methods receive the round's `Decoder` (its `spec.num_steps` is the depth of this round), the `Weights` (their
+    `drafter` is the result of `prepare`), and the rows' `DecodeState` (its `tokens` from `length` on are scratch
+    space). All methods run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
 
-    Text stays exact with any drafter if `Draft.probabilities` is the distribution that the tokens were actually drawn
-    from: the drafter's distribution for sampled tokens, one-hot for all others.
+    The text stays exact with any drafter if `Draft.probabilities` is the distribution that the tokens were actually
+    drawn from. It is the drafter's distribution for sampled tokens, and one-hot for all others.
 
     Attributes:
         layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
-        limits: what drafters of this class do not support. Calls that need it are rejected before `check` runs.
+        limits: unsupported features of this class. Calls that need one of them are rejected before `check` runs.
     """
 
     layer_ids: tuple[int, ...] = ()
@@ -60,14 +60,14 @@ class Drafter:
     # Before the loop.
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` if the drafter does not support a model or settings; not called for plain decoding."""
+        """Raises `ValueError` if the drafter does not support the model or settings; not called for plain decoding."""
 
     def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
         """Returns the drafter's parameters for calls without `draft_params`, as arguments of the compiled call."""
         return None
 
     def prepare(self, params: dict, draft_params: Any, *, model: MTPModel) -> Any:
-        """Computes, once per call, the arrays that every round reads, from the model's and the drafter's parameters."""
+        """Converts the model's and the drafter's parameters, once per call, to the arrays that every round reads."""
         return draft_params
 
     def num_scratch_slots(self, decoder: "Decoder") -> int:
@@ -79,26 +79,26 @@ class Drafter:
         return 0
 
     def init(self, decoder: "Decoder", batch: int, capacity: int, dtype: Any) -> Any:
-        """Makes the drafter's state for free slots, a tree of arrays `[B, ...]`.
+        """Makes the drafter's state for free slots, as a tree of arrays `[B, ...]`.
 
         Args:
-            batch: slots, B.
+            batch: number of slots, B.
             capacity: cache slots per row, L.
             dtype: dtype of the activations, and of the caches unless `spec.kv_cache_dtype` sets a different one.
         """
         return ()
 
-    # Prefill, once per chunk. `select_states` also runs on every verification pass.
+    # Prefill calls these methods once per chunk. `select_states` also runs on every verification pass.
 
     def select_states(self, decoder: "Decoder", output: TrunkOutput) -> Any:
-        """Picks the trunk states to keep from a pass: a tree of arrays `[B, T, ...]`."""
+        """Returns the trunk states to keep from a pass, as a tree of arrays `[B, T, ...]`."""
         return ()
 
     def extend(self, decoder: "Decoder", weights: Weights, state: DecodeState, states: Any, start: jax.Array) -> Any:
         """Processes one prefill chunk, so that the drafter's cache covers the prompt; returns the drafter's new state.
 
         Args:
-            state: the rows; `tokens` and `length` are the prompts.
+            state: the rows, whose `tokens` and `length` are the prompts.
             states: from `select_states`, `[B, T, ...]` for the chunk's T tokens.
             start: `[B]` position of the chunk's first token.
         """
@@ -108,10 +108,10 @@ class Drafter:
         """Returns the number of leading positions whose entries are final, `[B]`; None: no limit."""
         return None
 
-    # In every round: draft before verification, commit after acceptance.
+    # In every round, `propose` runs before verification, and `commit` runs after acceptance.
 
     def propose(self, decoder: "Decoder", weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
-        """Drafts `spec.num_steps` levels: `spec.num_nodes` nodes. Returns a state with a new `drafter` field too."""
+        """Drafts `spec.num_nodes` nodes in `spec.num_steps` levels; returns them and a state with a new `drafter`."""
         return Draft(read_rows(state.tokens, state.length - 1, 1)), state
 
     def commit(self, decoder: "Decoder", state: DecodeState, states: Any, accepted: Acceptance) -> Any:
@@ -124,20 +124,20 @@ class Drafter:
         """
         return state.drafter
 
-    # Rounds of varying depth (`depth_policy="adaptive"`). The decoder is the one for the deepest round.
+    # For rounds of varying depth (`depth_policy="adaptive"`). `decoder` is the decoder for the deepest round.
 
     def backlog_fits(self, decoder: "Decoder", state: DecodeState, depth: jax.Array | int) -> jax.Array:
-        """Returns `[]` bool: whether a round of this depth can follow. If False, the loop calls `drain_backlog`."""
+        """Returns whether a round of this depth can follow, `[]` bool. If not, the loop calls `drain_backlog`."""
         return jnp.ones((), bool)
 
     def drain_backlog(self, decoder: "Decoder", weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
-        """Processes the backlog of rounds of depth 0 until `backlog_fits` holds."""
+        """Processes the backlog from rounds of depth 0 until `backlog_fits` is True."""
         return state
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A model, a draft method and the shape of a round. Hashable: the static argument of every compiled call.
+    """A model, a draft method and the shape of a round. Hashable, because compiled calls take it as a static argument.
 
     Its methods compute all cache sizes and make empty states.
 
@@ -170,20 +170,20 @@ class Decoder:
             drafter: the draft method that `config` selects.
             model: the model, as `fit_params` returns it.
             mesh: mesh of the parameters; None: one device.
-            max_length: maximum tokens of a sequence, prompt included.
-            longest_prompt: tokens of the longest prompt; None: any length that `max_length` allows.
-            is_greedy: every row is at temperature 0.
+            max_length: maximum number of tokens in a sequence, prompt included.
+            longest_prompt: number of tokens in the longest prompt; None: any length that `max_length` allows.
+            is_greedy: whether every row is at temperature 0.
 
         Raises:
-            ValueError: rule "greedy" with rows at a temperature above 0.
+            ValueError: the rule is "greedy", but a row has a temperature above 0.
         """
         sizes = {"longest_prompt": longest_prompt or max_length, "max_length": max_length}
         implementation, platform = model.implementation, platform_of(mesh)
         chunk = choose_prefill_chunk(model.config, batch, platform, implementation=implementation, **sizes)
         min_rows = config.min_rows or min_rows_per_pass(model.config, batch, platform)
         spec = make_spec(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
-        # No prompt exceeds the model's maximum length, and caches hold a whole chunk, so a wider chunk only wastes
-        # memory.
+        # No prompt exceeds the model's maximum length, and the caches have room for a whole chunk, so a chunk wider
+        # than this length would only waste memory.
         max_chunk = max(model.config.max_position_embeddings, MIN_PREFILL_CHUNK)
         return cls(model, drafter, dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, max_chunk)))
 
@@ -208,9 +208,9 @@ class Decoder:
 
     @property
     def slots_per_round(self) -> int:
-        """Maximum number of cache slots that a round writes after the committed text: its verify pass or drafting."""
-        # A paged state serves any request. If all rows are greedy, they draft dynamic trees, which may be wider than
-        # the trees of a sampling rule.
+        """Maximum number of cache slots that a round's verify pass or drafting writes after the committed text."""
+        # A paged state serves any request, so it also needs room for calls whose rows are all greedy. They draft
+        # dynamic trees, which may be wider than the trees of a sampling rule.
         decoders = (self,) if self.spec.pool is None else (self, self.for_plain_rows())
         return max(max(each.spec.verify_width, each.drafter.num_scratch_slots(each)) for each in decoders)
 
@@ -218,11 +218,11 @@ class Decoder:
         """Computes the cache slots per row, L.
 
         Attention reads every slot of a contiguous cache, so the capacity is the smallest that all writes fit into.
-        Writes past it would be shifted back over committed entries.
+        Writes past the end would be shifted back over committed entries.
 
         Args:
-            max_length: maximum tokens of a sequence, prompt included.
-            longest_prompt: tokens of the longest prompt, whose chunks start at position 0; None: chunks start anywhere.
+            max_length: maximum number of tokens in a sequence, prompt included.
+            longest_prompt: tokens in the longest prompt, if prefill starts at position 0; None: it may start anywhere.
 
         Returns:
             Slots per row, rounded up by `round_up_capacity`.
@@ -245,7 +245,7 @@ class Decoder:
 
     @property
     def _paged_slots_after_text(self) -> int:
-        # A module stores an entry up to `max_shift` positions after the position that it belongs to.
+        # A module stores an entry up to `max_shift` positions after the position that the entry belongs to.
         return self.slots_per_round + 1 + self.drafter.max_shift(self.model)
 
     # Arrays.
@@ -270,10 +270,10 @@ class Decoder:
             dtype: dtype of the activations, and of the caches unless the spec sets a different one.
             depth_costs: `[K+1]` durations of rounds, for an adaptive depth; None: fixed depth.
             depth_rates: `[K]` measured acceptance rates, for an adaptive depth; None: unknown.
-            drafting_disabled: True if drafting cannot be faster at any depth, so every round is a plain decoding step.
+            drafting_disabled: True if drafting never pays off, so that every round is a plain decoding step.
         """
-        # Every slot holds a sequence of a single token 0, so that indices such as `length - 1` stay in range. The
-        # number and shapes of the arrays depend only on static settings, so later requests do not recompile.
+        # Every slot contains a sequence of one token 0, so that indices such as `length - 1` stay in range. The number
+        # and shapes of the arrays depend only on static settings, so later requests do not recompile.
         (batch, capacity, stops, features), config, spec, storage = shape, self.model.config, self.spec, CONTIGUOUS
         if spec.pool is not None:
             storage = Pages.empty(batch, capacity, spec.pool, self.drafter.max_shift(self.model))
@@ -319,7 +319,7 @@ class Decoder:
         shape: StateShape | None = None,
         rows: NewRows | None = None,
     ) -> DecodeState:
-        """Makes a state on the device: all slots free, or with requests before their prefill.
+        """Makes a state on the device, either with all slots free or with requests that still need prefill.
 
         Args:
             params: model parameters, which determine the dtype.
@@ -331,8 +331,8 @@ class Decoder:
         if shape is None:
             assert rows is not None
             shape = StateShape.of(rows)
-        # If drafting cannot be faster at these costs, an adaptive call disables it and need not keep the drafter up to
-        # date.
+        # If drafting cannot be faster than plain decoding at these costs, an adaptive call disables it and need not
+        # keep the drafter up to date.
         costs, rates, is_disabled = None, None, False
         if self.spec.is_adaptive and config.depth_costs is not None:
             costs = np.asarray(config.depth_costs, np.float32)
@@ -354,15 +354,15 @@ def make_spec(config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1, prefi
     """Resolves the settings of one call to a spec, with `acceptance="auto"` replaced by a rule.
 
     Args:
-        is_greedy: every row is at temperature 0.
+        is_greedy: whether every row is at temperature 0.
         min_rows: minimum number of token rows per pass (`mtpjax.decoding.capacity.min_rows_per_pass`).
         prefill_chunk: tokens per row in one prefill pass, unless the config sets it.
 
     Raises:
-        ValueError: for rule "greedy" with rows at a temperature above 0.
+        ValueError: the rule is "greedy", but a row has a temperature above 0.
     """
-    # 1. "auto" picks an exact rule: comparison with the arg-max for greedy rows, block verification for sampled
-    #    chains, recursive rejection for sampled trees.
+    # 1. "auto" picks an exact rule: it compares drafts with the arg-max for greedy rows, and uses block verification
+    #    for sampled chains and recursive rejection for sampled trees.
     is_tree = config.topk > 1 and config.num_steps > 0
     rule = config.rule or RULES["greedy" if is_greedy else "recursive" if is_tree else "block"]
     # 2. On a chain the rules for fixed trees reduce to chain rules, which cost less.
@@ -372,7 +372,7 @@ def make_spec(config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1, prefi
         raise ValueError(
             "acceptance 'greedy' supports only temperature 0; use 'auto' or an exact sampling rule for sampled rows"
         )
-    # 3. Without drafts the rule only chooses the next token: the arg-max, or a sample from the target.
+    # 3. Without drafts, the rule only chooses the next token, which is the arg-max or a sample from the target.
     if not config.num_steps:
         rule = RULES["greedy" if is_greedy else "sample"]
     return DecodeSpec(
@@ -389,7 +389,7 @@ def make_spec(config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1, prefi
     )
 
 
-# Jitted, so that one dispatch transfers the requests and allocates all of a state's buffers.
+# This function is jitted so that one dispatch transfers the requests and allocates all of a state's buffers.
 @functools.partial(jax.jit, static_argnames=("decoder", "shape", "dtype", "mesh"))
 def _make_state(
     rows: NewRows | None, *, decoder: Decoder, shape: StateShape, dtype: Any, mesh: Mesh | None, **depth: Any

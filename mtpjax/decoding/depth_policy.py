@@ -1,13 +1,13 @@
-"""Adaptive draft depth: chooses the depth of the next round from observed acceptance and measured round costs.
+"""Chooses the draft depth of the next round from observed acceptance and measured round costs.
 
-The whole batch drafts to one depth, because one compiled verify pass has one width. The choice maximises expected
-committed tokens per unit of time, `(1 + sum_k survival_k) / cost`, the cost model of TurboSpec (2406.14066) with
-acceptance rates estimated online. The choice depends only on earlier rounds, never on the tokens of the round that it
-is made for, so every exact acceptance rule stays exact. `experiments/decoding/policy_regret.py` compares it with the
-best fixed depth.
+The whole batch drafts to one depth, because one compiled verify pass has one width. The choice maximises the expected
+number of committed tokens per unit of time, `(1 + sum_k survival_k) / cost`. This is the cost model of TurboSpec
+(2406.14066), with acceptance rates estimated online. The choice depends only on earlier rounds, never on tokens of the
+round whose depth it sets, so every exact acceptance rule stays exact. `experiments/decoding/policy_regret.py` compares
+it with the best fixed depth.
 
-The model assumes that rejections are independent given their depth. Otherwise, for example in a table where every third
-token is unpredictable, the policy can do worse than the best fixed depth.
+The model assumes that rejections are independent given their depth. If they are not, for example in a table where every
+third token is unpredictable, the policy can do worse than the best fixed depth.
 """
 
 import functools
@@ -29,11 +29,11 @@ MIN_SPEEDUP = 1.05  # drafting is not probed below this speed-up at perfect acce
 class DepthPolicy(flax.struct.PyTreeNode):
     """Acceptance counts for B rows at depths 1..D, and the chosen depth."""
 
-    costs: jax.Array  # [D+1] float32, duration of a round at each depth, in units of a round at depth 0
+    costs: jax.Array  # [D+1] float32, duration of a round at each depth, relative to a round at depth 0
     prior: jax.Array  # [D] float32, acceptance rate at each depth before anything is observed
     prior_count: jax.Array  # [] float32, pseudo-count of the prior, in drafts
     verified: jax.Array  # [B, D] float32, decayed count of drafts per depth whose predecessors were all accepted
-    accepted: jax.Array  # [B, D] float32, decayed count of those that were accepted
+    accepted: jax.Array  # [B, D] float32, decayed count of these drafts that were accepted
     depth: jax.Array  # [] int32, draft depth of the next round
     since_probe: jax.Array  # [] int32, rounds since the last probe
 
@@ -65,13 +65,13 @@ def init_policy(costs, batch: int, *, prior=None) -> DepthPolicy:
         since_probe=zero,
     )
     best = _best_depth(policy, jnp.ones(batch, bool), None)
-    # A first round at depth 0 would reveal nothing about acceptance, so it probes depth 1 if drafting could ever pay
-    # off.
+    # A first round at depth 0 would reveal nothing about acceptance, so the first round probes depth 1 if drafting
+    # could ever pay off.
     return policy.replace(depth=jnp.where(best == 0, _probe_depth(policy, best), best))
 
 
 def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_active, remaining=None) -> DepthPolicy:
-    """Records one round and chooses the depth of the next.
+    """Records one round and chooses the depth of the next one.
 
     Args:
         policy: the policy before the round.
@@ -86,9 +86,8 @@ def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_ac
     Returns:
         The policy after the round; `policy.depth` is the depth of the next one.
     """
-    # 1. Count. A draft at depth k says something about acceptance only if all drafts before it were accepted. Every
-    #    count decays, so the estimates follow a change in the text and return to the prior at depths that are no longer
-    #    tried.
+    # 1. Count. A draft at depth k provides evidence only if all drafts before it were accepted. Every count decays, so
+    #    the estimates follow a change in the text and return to the prior at depths that are no longer tried.
     depths, num_accepted = jnp.arange(1, policy.prior.shape[0] + 1)[None, :], num_accepted[:, None]
     was_verified = was_active[:, None] & (depths <= depth) & (depths <= num_accepted + 1)
     decay = 1 - 1 / DECAY_ROUNDS
@@ -126,19 +125,18 @@ def can_speed_up(costs) -> bool:
 def acceptance_rates(policy: DepthPolicy, is_active) -> jax.Array:
     """Estimates each row's acceptance rate at each depth, `[B, D]` float32, given that earlier drafts were accepted.
 
-    Uses two shrinkage estimates: each row's rate is shrunk towards the joint rate of all active rows, and the joint
-    rate towards the prior.
+    Each row's rate is shrunk towards the joint rate of all active rows, and the joint rate is shrunk towards the prior.
     """
     verified, accepted = (jnp.where(is_active[:, None], x, 0).sum(axis=0) for x in (policy.verified, policy.accepted))
     rates, batch_rate, row_rate, prior_before = [], policy.prior[0], jnp.ones(is_active.shape), policy.prior[0]
     for k in range(policy.prior.shape[0]):
-        # Expect the estimate at the previous depth times the ratio of the two priors: text that is easier than the
-        # prior at one depth is usually easier at the next as well.
+        # The expected rate is the estimate at the previous depth times the ratio of the two priors, because text that
+        # is easier than the prior at one depth is usually easier at the next as well.
         ratio = policy.prior[k] / prior_before
         expected = jnp.minimum(batch_rate * ratio, 1)
         batch_rate = (accepted[k] + policy.prior_count * expected) / (verified[k] + policy.prior_count)
-        # Mostly easy rows reach large depths, so the batch's rate there is too high for a row with low rates so far.
-        # Cap it at the row's rate at the previous depth.
+        # Mostly rows with easy text reach large depths, so the batch's rate there is too high for a row whose rates
+        # have been low so far. Cap it at the row's rate at the previous depth, times the same ratio.
         shrunk_to = jnp.minimum(batch_rate, row_rate * ratio)
         row_rate = (policy.accepted[:, k] + ROW_PSEUDO_COUNT * shrunk_to) / (policy.verified[:, k] + ROW_PSEUDO_COUNT)
         rates.append(row_rate)
@@ -147,9 +145,9 @@ def acceptance_rates(policy: DepthPolicy, is_active) -> jax.Array:
 
 
 def _probe_depth(policy: DepthPolicy, best) -> jax.Array:
-    """Returns the depth after `best`, or `best` if no deeper depth could win even if every draft were accepted.
+    """Returns `best + 1`, or `best` if no deeper depth could win even if every draft were accepted.
 
-    Perfect acceptance favours deep drafts most, so a depth that does not win there cannot win at lower acceptance.
+    Perfect acceptance favours deep drafts most, so a depth that does not win then cannot win at lower acceptance.
     """
     depths = jnp.arange(policy.costs.shape[0])
     perfect = (depths + 1) / policy.costs
@@ -159,17 +157,17 @@ def _probe_depth(policy: DepthPolicy, best) -> jax.Array:
 
 def _best_depth(policy: DepthPolicy, is_active, remaining) -> jax.Array:
     """Returns the depth (int32 scalar) with the most expected tokens per unit of time under the current estimates."""
-    # 1. Expected tokens of a round at each depth, [B, D+1]: the bonus token, and each draft with its survival
-    #    probability (the product of the rates up to it). Drafts beyond a row's limit are worthless.
+    # 1. Compute the expected tokens per round at each depth, [B, D+1]. The bonus token counts 1, and each draft counts
+    #    its survival probability (the product of the rates up to it). Drafts beyond a row's limit count 0.
     survival = jnp.cumprod(acceptance_rates(policy, is_active), axis=1)
     if remaining is not None:
         survival = jnp.where(jnp.arange(1, survival.shape[1] + 1)[None, :] < remaining[:, None], survival, 0)
     tokens = 1 + jnp.pad(jnp.cumsum(survival, axis=1), ((0, 0), (1, 0)))
-    # 2. Without limits: maximise the batch's tokens per unit of time.
+    # 2. Without limits, maximise the batch's tokens per unit of time.
     if remaining is None:
         throughput = jnp.where(is_active[:, None], tokens, 0).sum(axis=0) / policy.costs
         return jnp.argmax(throughput).astype(jnp.int32)
-    # 3. With limits: minimise the time until the slowest row ends, because the batch ends with it. A power mean gives
+    # 3. With limits, minimise the time until the slowest row ends, because the batch ends with it. A power mean gives
     #    slow rows the largest weight without letting one bad estimate decide alone. Times are scaled to avoid overflow.
     time = remaining[:, None] / jnp.maximum(remaining.max(), 1) * policy.costs[None, :] / tokens
     return jnp.argmin(jnp.where(is_active[:, None], time**POWER_MEAN_EXPONENT, 0).sum(axis=0)).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Prepares a call for its devices: parameters on a mesh, the kernels, and JAX's settings."""
+"""Prepares a call for its devices: shards the parameters, selects the kernels, and applies JAX settings."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ from pallas_kernels.batch_invariance import batch_invariant
 def fit_params(
     params: dict, model: MTPModel, config: DecodeConfig, mesh: Mesh | None = None
 ) -> tuple[dict, MTPModel, Mesh | None]:
-    """Fits parameters and model to a mesh.
+    """Fits the parameters and the model to a mesh.
 
     Args:
-        config: settings, of which only `allow_copies` is read.
-        mesh: moves the parameters to this mesh; None leaves them where they are.
+        config: settings; only `allow_copies` is read.
+        mesh: mesh to move the parameters to; None leaves them where they are.
 
     Returns:
         The parameters and the model to decode with, and the mesh (None: one device).
 
     Raises:
-        ValueError: the mesh does not divide the model.
+        ValueError: the mesh axes do not divide the model's sizes.
     """
     if mesh is not None:
         model, params = shard_for_decoding(model, params, mesh, allow_copies=config.allow_copies)
@@ -52,10 +52,10 @@ def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
 
 @contextlib.contextmanager
 def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> Iterator[None]:
-    """Sets the library's settings, the mesh, `deterministic`, and full float32 matmul precision on accelerators.
+    """Applies the library's settings, the mesh, `deterministic` and, on accelerators, full float32 matmul precision.
 
     Raises:
-        ValueError: for deterministic settings with several devices.
+        ValueError: `deterministic` is set for several devices.
     """
     if config.deterministic and mesh is not None and mesh.size > 1:
         raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size} devices")

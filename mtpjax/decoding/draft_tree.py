@@ -1,9 +1,9 @@
-"""Draft trees: the choice of a tree's nodes, and the ancestor mask that verification needs.
+"""Chooses the nodes of draft trees, and computes the ancestor masks that verification needs.
 
 A dynamic tree (`Candidates`) keeps the nodes with the highest draft probabilities. A fixed tree (`TreeShape`) is chosen
 before any token is drawn, because ratio rules stay exact only if the tree does not depend on the drafted tokens.
 
-Nodes are in topological order: `parents[n] < n`. Node 0 is the root, the pending token; its parent is -1.
+Nodes are in topological order, so `parents[n] < n`. Node 0 is the root, which is the pending token; its parent is -1.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ class Candidates:
         self.scores: list[jax.Array] = []  # [B, C] float32 per level
         self.tokens: list[jax.Array] = []  # [B, C] int32 per level
         self.parents: list[jax.Array] = []  # [B, C] flat index of the parent candidate, -1 for the root
-        self.num_candidates = 0  # candidates so far, at all levels; flat indices follow the order of addition
+        self.num_candidates = 0  # candidates so far at all levels; flat indices follow the order of addition
 
     def add_children(
         self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, parent_index: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Adds the children of one level's nodes and picks the ones to expand.
+        """Adds the children of one level's nodes and picks the children to expand.
 
         Args:
             probabilities: `[B, f, topk]` draft probabilities of each node's most likely children.
@@ -44,7 +44,7 @@ class Candidates:
             parent_index: `[B, f]` the nodes' flat indices.
 
         Returns:
-            Scores, tokens and flat indices of the topk best children, and the index of each one's parent among the f
+            Scores, tokens and flat indices of the topk best children, and the index of each child's parent among the f
             nodes; all `[B, topk]`.
         """
         B, _, topk = tokens.shape
@@ -63,7 +63,7 @@ class Candidates:
         """Picks the W = `num_nodes` best candidates of all levels, root included, and numbers them as tree nodes.
 
         Returns:
-            Tokens `[B, W-1]` of all nodes but the root, and parents `[B, W]` int32.
+            Tokens `[B, W-1]` of all nodes except the root, and parents `[B, W]` int32.
         """
         scores, tokens, parents = (jnp.concatenate(part, axis=1) for part in (self.scores, self.tokens, self.parents))
         # 1. Take the W-1 highest scores. A child scores at most as much as its parent and has a larger flat index, and
@@ -72,7 +72,7 @@ class Candidates:
         _, chosen = top_k(scores, num_nodes - 1)
         # 2. Sort by flat index, which puts parents before children.
         chosen = jnp.sort(chosen, axis=1)
-        # 3. Translate flat indices of parents to node numbers: count the chosen candidates before the parent.
+        # 3. Convert the parents' flat indices to node numbers by counting the chosen candidates before each parent.
         parent = jnp.take_along_axis(parents, chosen, axis=1)
         node = 1 + (chosen[:, None, :] < parent[:, :, None]).sum(axis=2)
         node = jnp.where(parent < 0, 0, node)
@@ -95,7 +95,7 @@ def depths_and_ancestor_mask(parents: jax.Array, num_steps: int) -> tuple[jax.Ar
     node = jnp.broadcast_to(index, parents.shape)
     mask = jnp.zeros((*parents.shape, W), bool)
     # All nodes climb towards the root at the same time, one parent per iteration, and mark each node that they visit.
-    # -1 is above the root and marks nothing.
+    # The root's parent, -1, marks nothing.
     for _ in range(num_steps + 1):
         mask |= node[:, :, None] == index[:, None]
         node = jnp.where(node >= 0, jnp.take_along_axis(parents, jnp.maximum(node, 0), axis=1), -1)
@@ -107,18 +107,18 @@ def depths_and_ancestor_mask(parents: jax.Array, num_steps: int) -> tuple[jax.Ar
 class TreeShape:
     """A tree that is fixed before any token is drawn.
 
-    Ratio rules for trees need it: they are exact only if a node's position in the tree does not depend on the token
-    drawn there.
+    Ratio rules for trees need one, because they are exact only if a node's position in the tree does not depend on the
+    token drawn there.
 
     Attributes:
-        parents: parent of each node, -1 for the root; parents before children.
+        parents: parent of each node, with parents before children; -1 for the root.
     """
 
     parents: tuple[int, ...]
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each node; the root has 0."""
+        """Depth of each node; the root has depth 0."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -126,7 +126,7 @@ class TreeShape:
 
     @property
     def topk(self) -> int:
-        """Largest number of children of a node."""
+        """Largest number of children that a node has."""
         return max(map(self.parents.count, self.parents[1:]), default=0)
 
     def children(self, node: int) -> list[int]:
@@ -134,7 +134,7 @@ class TreeShape:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def inner_levels(self) -> list[list[int]]:
-        """Returns the nodes that have children, in one list per depth above the deepest level."""
+        """Returns the nodes that have children, as one list for each level except the deepest."""
         depths = self.depths
         inner = sorted(set(self.parents[1:]))
         return [[node for node in inner if depths[node] == depth] for depth in range(max(depths))]
@@ -148,8 +148,8 @@ def choose_tree_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
     path. A node has at most `topk` children, and the depth is at most `num_steps`. Nodes are in level order and include
     the root.
     """
-    # A node's key is its path, the tuple of child ranks from the root. The frontier maps each node that may be added
-    # next, because its parent and earlier siblings are chosen, to its value.
+    # A node's key is its path, the tuple of child ranks from the root. The frontier maps the nodes that may be added
+    # next to their values. These are the nodes whose parent and earlier siblings are chosen.
     frontier: dict[tuple[int, ...], float] = {(): 1.0}
     chosen: list[tuple[int, ...]] = []
     while len(chosen) < num_nodes:
@@ -162,6 +162,6 @@ def choose_tree_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
             frontier[(*path, 0)] = value * FIRST_CHILD_RATE
         if path and path[-1] + 1 < topk:
             frontier[(*path[:-1], path[-1] + 1)] = value * NEXT_CHILD_RATE
-    # Number the nodes level by level: drafting processes one level per pass.
+    # Number the nodes level by level, because drafting processes one level per pass.
     order = sorted(chosen, key=lambda path: (len(path), path))
     return TreeShape(tuple(order.index(path[:-1]) if path else -1 for path in order))

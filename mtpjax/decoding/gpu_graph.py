@@ -1,13 +1,13 @@
 """Compiles a decoding call so that CUDA runs it as a single graph.
 
-XLA records parts of a compiled call as CUDA graphs, each started by one launch. By default it does not record loops:
+XLA records parts of a compiled call as CUDA graphs, each started by one launch. By default it does not record loops, so
 the host waits for the loop condition after every round. `GRAPH_OPTIONS` records loops too, so the host is not involved
 between the first and the last token.
 
 On several GPUs of one machine, the collectives are recorded as well. On several machines XLA's defaults stay in place,
 because NCCL then adds a host node (a CPU callback) per collective, which CUDA does not allow inside a graph loop.
 
-ROCm graphs cannot contain loops, so there the host reads one condition per round. CPUs have no graphs.
+ROCm graphs cannot contain loops, so on ROCm the host reads one condition per round. CPUs have no graphs.
 """
 
 import functools
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 def graph_options(mesh: Mesh) -> dict[str, str] | None:
     """Returns the compiler options for a call on a mesh; an empty mesh means one GPU.
 
-    None keeps XLA's defaults: on several nodes, or if XLA_FLAGS set the contents of graphs.
+    Returns None, which keeps XLA's defaults, on several nodes or if XLA_FLAGS set the contents of graphs.
     """
     if compat.has_graph_flags():
         return None
@@ -50,10 +50,10 @@ def graph_options(mesh: Mesh) -> dict[str, str] | None:
 class Graphs:
     """Finds out, for each mesh, whether calls can run as graphs. The results are kept until the process ends.
 
-    A call donates its state, so once its graph has failed it cannot be repeated without a graph. Graphs are therefore
-    tried on states that may be lost: in a small loop before the first call (`options`), and in the engine's programs
-    while it warms up (`attempt`). A later graph failure raises an ordinary error, unless the caller can rebuild the
-    state (`run_or_repeat`).
+    A call donates its state, so after its graph has failed, the call cannot be repeated without a graph. Graphs are
+    therefore tried on states that may be lost: in a small loop before the first call (`options`), and in the engine's
+    programs while the engine warms up (`attempt`). A later graph failure raises an ordinary error, unless the caller
+    can rebuild the state (`run_or_repeat`).
     """
 
     def __init__(self):
@@ -63,7 +63,7 @@ class Graphs:
     def options(self, mesh: Mesh) -> dict[str, str] | None:
         """Returns `graph_options` for calls on a mesh, or None if graphs do not work.
 
-        The first call runs a trial, so all processes of the mesh must make it at the same point.
+        The first call runs a trial, so all processes of the mesh must make this call at the same point.
         """
         if mesh not in self._answers:
             with self._lock:
@@ -129,7 +129,7 @@ GRAPHS = Graphs()
 
 
 class OneGraph:
-    """A jitted function that CUDA runs as one graph. On other platforms it is `jax.jit` of the function.
+    """A jitted function that CUDA runs as one graph. On other platforms it acts like `jax.jit(function)`.
 
     Attributes:
         plain: the function jitted without compiler options, for other platforms and for calls inside another trace.
@@ -157,11 +157,11 @@ class OneGraph:
         return jitted(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the program of a call in advance. Several threads may compile at once."""
+        """Compiles the program for a call in advance. Several threads may compile at once."""
         self._jitted().lower(*args, **kwargs).compile()
 
     def with_options(self, options: dict[str, str] | None) -> Any:
-        """Returns the jitted function with the options that `graph_options` gives."""
+        """Returns the jitted function with the given result of `graph_options` as its compiler options."""
         return self.plain if options is None else self._on_one_gpu if options is GRAPH_OPTIONS else self._on_mesh
 
     def _jitted(self) -> Any:
@@ -169,7 +169,7 @@ class OneGraph:
         return self.with_options(GRAPHS.options(jax.sharding.get_mesh()) if compat.is_cuda() else None)
 
     def _separate_first_call(self, signature: Any) -> None:
-        """Lets the devices finish before a new program's first call, which XLA runs without a graph.
+        """Waits for the devices before the first call of a new program, which XLA runs without a graph.
 
         With NCCL_GRAPH_MIXING_SUPPORT=0, NCCL must not start a collective outside graphs while a graph runs.
         """
@@ -189,5 +189,5 @@ def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
 
 
 def _signature(leaf: Any) -> Any:
-    """Returns the part of an argument that selects the program: an array's shape and dtype, else the value itself."""
+    """Returns the shape and dtype of an array, which select the program, or any other argument unchanged."""
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf

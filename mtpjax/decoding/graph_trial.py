@@ -16,19 +16,19 @@ NUM_TURNS = 3  # iterations of the loop
 def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
     """Returns a jitted loop like a decoding call's, with a dynamic length, collectives and a donated state.
 
-    CUDA and NCCL accept or reject a loop by the kinds of nodes in its graph, which are the same here, not by its size.
-    This one compiles quickly.
+    CUDA and NCCL accept or reject a loop because of the kinds of nodes in its graph, not because of its size. This loop
+    has the same kinds of nodes as a decoding call, but compiles quickly.
 
     Returns:
-        A function of values `[P, 8]`, one row per device, and a number of iterations; each iteration adds 1 to the mean
-        of all rows.
+        A function that takes values `[P, 8]`, one row per device, and a number of iterations. Each iteration replaces
+        every row with the mean of all rows plus 1.
     """
 
     def loop(x: jax.Array, num_turns: jax.Array) -> jax.Array:
         def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             index, x = carry
             if mesh.size > 1:
-                # The kinds of collectives that decoding uses: a sum and a gather.
+                # Decoding uses these two kinds of collectives, a sum and a gather.
                 x = jax.lax.psum(x, mesh.axis_names) / mesh.size
                 x = jax.lax.all_gather(x, mesh.axis_names).mean(0)
             return index + 1, x + 1
@@ -42,7 +42,7 @@ def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
 
 
 def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
-    """Runs the trial's loop as a graph.
+    """Runs the trial loop as a graph.
 
     Args:
         options: compiler options that turn the loop into a graph.
@@ -66,7 +66,7 @@ def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
 
 
 def wait_for_devices(mesh: Mesh) -> None:
-    """Waits until this process's devices of a mesh have finished all calls that were dispatched."""
+    """Waits until this process's devices in a mesh have finished all dispatched calls."""
     jax.block_until_ready(_barrier(mesh)())
 
 

@@ -1,18 +1,18 @@
-"""What a draft method does not support."""
+"""Describes the features that a draft method does not support."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftLimits:
-    """What a draft method does not support: the reason per feature, for error messages; None: the feature is supported.
+    """For each feature, the reason why a draft method does not support it, for error messages; None if it does.
 
     Attributes:
         trees: `topk` above 1.
-        draft_window: a window of the drafter's cache.
-        draft_vocabulary: a reduced head of the MTP modules.
+        draft_window: a window for the drafter's cache.
+        draft_vocabulary: a reduced head for the MTP modules.
         sharded_trunk: a mesh that splits the trunk's width, heads or experts.
-        levels: the noun for the levels of a drafter with `max_levels`, for messages.
+        levels: what messages call the levels of a drafter with `max_levels`.
     """
 
     trees: str | None = None

@@ -27,8 +27,8 @@ def adjust_logits(
         path: drafted tokens up to and including each node; None: no drafted tokens.
         num_new: `[B, T]` int32 new tokens up to each node.
         model: the model, for its vocabulary size.
-        allowed: `[B, T, ceil(V/32)]` int32 tokens that may follow each node, a bit per token, the lowest bit first;
-            None: all.
+        allowed: `[B, T, ceil(V/32)]` int32 bit mask of the tokens that may follow each node, lowest bit first; None:
+            all tokens.
 
     Returns:
         `[B, T, V]` float32.
@@ -56,7 +56,7 @@ def draw_target(
     probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array, vocabulary: Vocabulary = WHOLE
 ) -> jax.Array:
     """Draws the tokens `[B, T]` int32 that plain decoding with the same seed draws at `position [B, T]`."""
-    # Only the position keys the draw. The node is always 0, since plain decoding has no tree.
+    # The draw is keyed only by the position. The node is always 0, since plain decoding has no tree.
     _, T, V = probabilities.shape
     node = jnp.zeros(T, jnp.int32)
     gumbel = rng.gumbel(sampling.seed, position, rng.TARGET, node, V, vocabulary.first_id(V))

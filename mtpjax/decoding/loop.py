@@ -1,4 +1,4 @@
-"""The speculation loop: draft, verify, accept, commit, in one `lax.while_loop`."""
+"""The speculation loop, which drafts, verifies, accepts and commits in one `lax.while_loop`."""
 
 import functools
 from typing import Any
@@ -22,10 +22,10 @@ Carry = tuple[DecodeState, jax.Array | None]  # the state and the number of roun
 def run_round(decoder: Decoder, weights: Weights, state: DecodeState) -> DecodeState:
     """Runs one speculative round for every row that is not done.
 
-    A round appends 1 to K+1 tokens to each running row: the accepted drafts and one bonus token from the trunk.
+    A round appends 1 to K+1 tokens to each running row, the accepted drafts and one bonus token from the trunk.
     """
     # 1. Draft: extend the drafter over the tokens that the last round committed, then propose W nodes. Node 0 is the
-    #    pending token: it is committed, but the trunk has not processed it.
+    #    pending token, which is committed but not yet processed by the trunk.
     draft, state = decoder.drafter.propose(decoder, weights, state)
     # 2. to 4. Verify, accept and commit.
     return finish_round(decoder, weights, state, draft)
@@ -34,12 +34,12 @@ def run_round(decoder: Decoder, weights: Weights, state: DecodeState) -> DecodeS
 def finish_round(
     decoder: Decoder, weights: Weights, state: DecodeState, draft: Draft, allowed: jax.Array | None = None
 ) -> DecodeState:
-    """Runs a round from the draft on: verify, accept, commit.
+    """Runs the rest of a round after drafting: verifies, accepts and commits.
 
     Args:
-        decoder: the decoder of this depth.
+        decoder: the decoder for this depth.
         state: the rows, with the drafter's state after drafting.
-        draft: the nodes.
+        draft: the drafted nodes.
         allowed: tokens that may follow each node, as in `adjust_logits`. None: all.
     """
     B, W, K = len(state.length), decoder.spec.num_nodes, decoder.spec.num_steps
@@ -69,16 +69,16 @@ def run_rounds(
     *,
     depth: int | None = None,
 ) -> DecodeState:
-    """Runs rounds until the rows have ended.
+    """Runs rounds until all rows have ended.
 
     A fixed depth needs one `lax.while_loop`. An adaptive depth needs an outer loop around one inner loop per depth.
-    Each inner loop runs while the policy keeps its depth. A single loop that branches on the depth would make XLA copy
-    the caches in every round.
+    Each inner loop runs while the policy chooses its depth. A single loop that branches on the depth would make XLA
+    copy the caches in every round.
 
     Args:
         decoder: the decoder; an adaptive one drafts 0..`spec.num_steps` levels.
         max_rounds: `[]` int32, maximum number of rounds; None: no limit.
-        depth: draft levels of every round, which the caller of an adaptive spec may fix; None: the policy chooses.
+        depth: draft levels per round, if the caller of an adaptive spec fixes them; None: the policy chooses.
 
     Returns:
         The state after the last round.
@@ -94,19 +94,20 @@ def run_rounds(
         state, rounds_left = carry
         return run_round(decoder, weights, state), None if rounds_left is None else rounds_left - 1
 
-    # Fixed depth: every round has the same shape, so one loop is enough.
+    # At a fixed depth, every round has the same shape, so one loop is enough.
     if not spec.is_adaptive:
         return jax.lax.while_loop(should_continue, functools.partial(advance, decoder=decoder), (state, max_rounds))[0]
 
-    # Adaptive depth: shapes are static, so each depth has its own compiled round.
+    # At an adaptive depth, each depth needs its own compiled round, because shapes are static.
     def chosen_depth(state: DecodeState) -> jax.Array:
         if depth is not None:
             return jnp.int32(depth)
         assert state.policy is not None
         return jnp.where(state.drafting_disabled, 0, state.policy.depth)
 
-    # An inner loop ends when the rows end, when the policy changes the depth, or when the drafter's buffer is full:
-    # rounds of depth 0 skip the drafter, so hidden states that it must process later accumulate.
+    # An inner loop ends when the rows end, when the policy changes the depth, or when the drafter's buffer is full. The
+    # buffer fills because rounds of depth 0 skip the drafter, so the hidden states that it must process later
+    # accumulate.
     def should_keep_depth(carry: Carry, num_steps: int) -> jax.Array:
         state, _ = carry
         backlog_fits = drafter.backlog_fits(decoder, state, num_steps)
@@ -114,7 +115,7 @@ def run_rounds(
 
     def run_chosen_depth(carry: Carry) -> Carry:
         state, rounds_left = carry
-        # Extend the drafter over the backlog of plain rounds first, until a round of the chosen depth fits.
+        # First extend the drafter over the backlog from plain rounds, until a round of the chosen depth fits.
         carry = drafter.drain_backlog(decoder, weights, state, chosen_depth(state)), rounds_left
         # The loop for the chosen depth runs at least one round. The other loops run only if the policy has moved to
         # their depth by then; otherwise each costs one test of its condition.
@@ -139,10 +140,10 @@ def decode(
     decoder: Decoder,
     is_started: bool = False,
 ) -> DecodeState:
-    """Decodes a whole batch in one compiled call: prefill, then rounds until every row is done.
+    """Decodes a whole batch in one compiled call, which runs prefill and then rounds until every row is done.
 
-    The host is not involved between the first and the last token, except that on a ROCm GPU it reads the loop's
-    condition (`mtpjax.decoding.gpu_graph`).
+    The host is not involved between the first and the last token, except on a ROCm GPU, where it reads the loop
+    condition in every round (`mtpjax.decoding.gpu_graph`).
 
     Args:
         state: B requests with empty caches (`start_rows`); donated.
@@ -150,7 +151,7 @@ def decode(
         is_started: True if `state` comes from an earlier call, so prefill is already done.
 
     Returns:
-        The state with every row done, or after `max_rounds`.
+        The state once every row is done, or after `max_rounds` rounds.
     """
 
     def run(params: dict, draft_params: Any, state: DecodeState, max_rounds: jax.Array | None) -> DecodeState:

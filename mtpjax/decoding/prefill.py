@@ -1,4 +1,4 @@
-"""Prefill: run the trunk and the drafter over prompts, chunk by chunk, and commit each row's first new token."""
+"""Prefill runs the trunk and the drafter over prompts, chunk by chunk, and commits each row's first new token."""
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +30,16 @@ def prefill(
 
     Args:
         state: rows whose committed text is the prompt.
-        start: `[B]` int32 first position to process; the caches hold the positions before it. None: 0 for every row.
+        start: `[B]` int32 first position to process; the caches cover the positions before it. None: 0 for every row.
         end: `[B]` int32 position before which a row's chunks end; None: the end of the prompt. A row that stops before
             the end of its prompt gets no token, and a later call continues where this one stops.
         max_chunks: maximum number of chunks; longer rows continue in a later call, as with `end`. None: no limit.
         first_token: `[B]` int32, the first new token if it is already known (after a preemption), else -1. None: -1 for
             all rows.
-        allowed: `[B, ceil(V/32)]` int32 tokens that the first new token may be, as in `adjust_logits`; None: all.
+        allowed: `[B, ceil(V/32)]` int32 bit mask of the allowed first new tokens, as in `adjust_logits`; None: all.
 
     Returns:
-        The state before the first round. Each row has one new token, which is pending: no cache holds it.
+        The state before the first round. Each row has one new token, which is pending because no cache contains it yet.
     """
     # All rows run as many chunks as the row with the most tokens to process. The number of chunks is dynamic, so new
     # prompt lengths do not recompile.
@@ -55,9 +55,9 @@ def prefill(
 
     def process_chunk(carry):
         index, trunk, draft_state, last_hidden = carry
-        # 1. Take each row's next tokens. Rows of different lengths share the passes: a row that is complete processes
-        # garbage in the slots after its text, where later passes overwrite it; so does a row that has reached its
-        # `end`. Without `start` the position is one number for all rows, so XLA computes masks and angles only once.
+        # 1. Take each row's next tokens. Rows of different lengths share the passes. A row that is complete or has
+        # reached its `end` processes garbage in the slots after its text, which later passes overwrite. Without
+        # `start`, the position is the same for all rows, so XLA computes masks and rotary angles only once.
         if start is None:
             chunk_start = jnp.full_like(length, index * chunk_width)
         else:
@@ -81,7 +81,7 @@ def prefill(
     first, logits, is_nan = _choose_first(decoder, weights, state, last_hidden, allowed)
     if first_token is not None:
         first = jnp.where(first_token[:, None] >= 0, first_token[:, None], first)
-    # Append it as the pending token: the trunk's cache covers every token before it.
+    # Append the token as pending, because the trunk's cache covers only the tokens before it.
     processed = last
     if max_chunks is not None:
         begin = 0 if start is None else start
@@ -107,8 +107,8 @@ def _choose_first(
     """
     spec, sampling, length = decoder.spec, state.settings.sampling, state.length
     apply = bind(decoder.model, weights.params)
-    # The draw is keyed by the token's position, as in plain decoding, so the same seed gives the same token there.
-    # If the arg-max is enough, no logits are stored, as in verification.
+    # The draw is keyed by the token's position, so plain decoding with the same seed draws the same token. As in
+    # verification, no logits are stored if the arg-max is enough.
     if spec.is_greedy and not sampling.changes_logits and not spec.logprobs:
         assert allowed is None
         values, tokens, _ = apply(last_hidden, k=1, method="top_tokens")

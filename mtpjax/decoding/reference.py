@@ -1,4 +1,4 @@
-"""A plain Python reference for the compiled loop: decodes one token per trunk pass."""
+"""Decodes one token per trunk pass in plain Python, as a reference for the compiled loop."""
 
 import functools
 
@@ -23,7 +23,7 @@ def plain_generate(
     stop_sequences: tuple[tuple[int, ...], ...] = (),
     sampling: SamplingArrays | None = None,
 ) -> list[int]:
-    """Continues one prompt, one token per pass. Tests require the same tokens from the compiled loop.
+    """Continues one prompt, one token per pass. Tests check that the compiled loop returns the same tokens.
 
     With rule `greedy` or `sample` and the same seed, `speculative_generate` returns these tokens, since the target's
     draws are keyed only by seed and position.
@@ -45,8 +45,8 @@ def plain_generate(
     logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
     if sampling is None:
         sampling = SamplingArrays.greedy(1)
-    # 2. Besides logits, choosing a token needs the single stop tokens, which `min_new` bans, and the prompt's tokens,
-    # to which the repetition penalty applies.
+    # 2. Choosing a token needs not only the logits, but also the single stop tokens, which `min_new` bans, and the
+    # prompt's tokens, to which the repetition penalty applies.
     new_tokens: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
     single_stops = jnp.array([[stop[0] for stop in stops if len(stop) == 1] + [-1]], jnp.int32)
@@ -78,7 +78,7 @@ def _choose_token(
     *,
     model: MTPModel,
 ) -> jax.Array:
-    """Returns the token for `position`, which follows `num_new` new tokens, as in the compiled loop."""
+    """Chooses the token at `position`, after `num_new` new tokens, as the compiled loop does."""
     adjusted = apply_penalties_and_bias(
         logits[None, None],
         sampling,
@@ -93,7 +93,7 @@ def _choose_token(
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
 def _step(params: dict, tokens: jax.Array, cache: Cache, *, model: MTPModel, capacity: int) -> tuple[jax.Array, Cache]:
-    """Runs the trunk over `tokens [1, T]`; returns the logits `[V]` after the last one, and the cache."""
+    """Runs the trunk over `tokens [1, T]`; returns the logits `[V]` after the last token, and the cache."""
     T = tokens.shape[1]
     view = cached_view(model.config, cache.length, T, capacity, num_valid=jnp.full(1, T, jnp.int32))
     apply = bind(model, params)

@@ -1,4 +1,4 @@
-"""The report of a session's call: the changes to its rows, as one array for the host."""
+"""Reports the changes that a session's call made to its rows, as one array for the host."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -35,10 +35,10 @@ class Report(NamedTuple):
     rounds: Any  # [R] int32, as in `DecodeState`
     proposed: Any  # [R, K] int32
     accepted: Any  # [R, K] int32
-    num_final: Any  # [R] int32 positions at the start whose entries will not change
+    num_final: Any  # [R] int32 number of initial positions whose cache entries will not change
 
     def rows(self) -> Iterator[RowReport]:
-        """Yields the rows of a report on the host. Reading arrays element by element would be slower."""
+        """Yields the rows of a report on the host. Converts whole arrays, because reading single elements is slower."""
         counts = np.concatenate([self.rounds[:, None], self.proposed, self.accepted], axis=1)
         flags = (self.done, self.stopped, self.failed)
         columns = (self.tokens, self.origins, self.num_new, *flags, counts, self.num_final)
@@ -51,8 +51,8 @@ class PackedReport(flax.struct.PyTreeNode):
     """A `Report` as one array, because every array that the host reads costs a separate copy.
 
     Attributes:
-        values: `[R, C]` int32: all fields concatenated along the columns, with log-probabilities reinterpreted bitwise.
-        widths: columns of each field.
+        values: `[R, C]` int32, all fields concatenated along the columns, with log-probabilities reinterpreted bitwise.
+        widths: number of columns of each field.
     """
 
     values: jax.Array
@@ -67,7 +67,7 @@ class PackedReport(flax.struct.PyTreeNode):
 
     def read(self) -> Report:
         """Waits for the call and returns host arrays."""
-        # One copy from the device; the rest are views.
+        # This is the only copy from the device. The fields are views of it.
         fields = Report(*np.split(jax.device_get(self.values), np.cumsum(self.widths)[:-1], axis=1))
         flat = {name: getattr(fields, name)[:, 0] for name in ("num_new", "rounds", "num_final")}
         flags = {name: getattr(fields, name)[:, 0].astype(bool) for name in ("done", "stopped", "failed")}

@@ -1,4 +1,4 @@
-"""The result of a decoding call: tokens, finish reasons, and acceptance counts."""
+"""The result of a decoding call, with its tokens, finish reasons, and acceptance counts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from mtpjax.distributed import gather_processes
 class DecodeStats:
     """Acceptance counts per row, and the rates over all rows.
 
-    A step is one verification pass. It proposes each level of its depth once, however many nodes a tree has at that
-    level. Prefill emits one token, and each step emits the accepted drafts and one bonus token. Drafts that a stop
-    sequence or limit cut off count as accepted, and `discarded` counts all tokens cut off. So `emitted + discarded == 1
-    + rounds + accepted`, with `accepted` summed over the levels.
+    A step is one verification pass. It proposes each level of its depth once, regardless of how many nodes a tree has
+    at that level. Prefill emits one token, and each step emits the accepted drafts and one bonus token. Drafts that a
+    stop sequence or limit cut off count as accepted, and `discarded` counts all tokens that were cut off. So `emitted +
+    discarded == 1 + rounds + accepted`, with `accepted` summed over the levels.
 
     Attributes:
-        rounds: `[B]` verification passes.
-        proposed: `[B, K]` rounds that drafted at least this many levels.
-        accepted: `[B, K]` accepted drafts per level.
-        discarded: `[B]` tokens cut off at a stop sequence or limit.
-        emitted: `[B]` new tokens.
+        rounds: `[B]` number of verification passes.
+        proposed: `[B, K]` number of rounds that drafted at least this many levels.
+        accepted: `[B, K]` number of accepted drafts per level.
+        discarded: `[B]` number of tokens cut off at a stop sequence or limit.
+        emitted: `[B]` number of new tokens.
     """
 
     rounds: np.ndarray
@@ -37,7 +37,7 @@ class DecodeStats:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per round over all rows, including the bonus token and tokens that were cut off.
+        """Mean number of tokens per round over all rows, including the bonus token and tokens that were cut off.
 
         It is 1.0 without drafts and nan without rounds. Like vLLM's mean acceptance length, it is a micro average.
         """
@@ -46,7 +46,7 @@ class DecodeStats:
 
     @property
     def survival_rates(self) -> np.ndarray:
-        """Unconditional acceptance rates `[K]`: accepted drafts per level over the rounds that proposed the level.
+        """Unconditional acceptance rates `[K]`: accepted drafts of each level per round that proposed the level.
 
         At a fixed depth, the accept length is 1 plus the sum of these rates. vLLM reports them per position.
         """
@@ -54,7 +54,7 @@ class DecodeStats:
 
     @property
     def conditional_rates(self) -> np.ndarray:
-        """Conditional acceptance rates `[K]`: the fraction accepted among drafts whose predecessor was accepted.
+        """Conditional acceptance rates `[K]`, given that the previous draft was accepted.
 
         They are defined only for a fixed depth, where every round proposes all levels.
         """

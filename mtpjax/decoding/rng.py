@@ -16,8 +16,8 @@ DRAFT, ACCEPT, BONUS, TARGET = range(4)
 def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Computes Threefry-2x32 with 20 rounds.
 
-    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The numbers equal those of
-    `jax.extend.random.threefry_2x32`, which XLA compiles to a loop of small kernels on a CPU; this form fuses into one.
+    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The result equals
+    `jax.extend.random.threefry_2x32`, which XLA's CPU backend compiles to a loop; this form fuses into one kernel.
 
     Args:
         key: two uint32 arrays, the words of the key.
@@ -43,7 +43,7 @@ def _bits(
     seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, size: int, first: jax.Array | int = 0
 ) -> jax.Array:
     """Returns random bits `[B, T, size]` uint32 for `seed [B, 2]` uint32, `position [B, T]` and `node [T]`."""
-    # Node and purpose share one counter word, since there are four purposes.
+    # Node and purpose share one counter word. Its two lowest bits are enough for the four purposes.
     position_word = position.astype(jnp.uint32)[:, :, None]
     node_word = (4 * node + purpose).astype(jnp.uint32)[None, :, None]
     # Derive a key for this draw from the row's seed, then use the index in the vocabulary as the counter under that
@@ -66,7 +66,7 @@ def gumbel(
 ) -> jax.Array:
     """Draws standard Gumbel noise.
 
-    `argmax(log p + noise)` is a draw from p; the k largest are k draws without replacement (Kool et al., 1903.06059).
+    `argmax(log p + noise)` is a draw from p; the top k are k draws without replacement (Kool et al., 1903.06059).
 
     Args:
         seed: `[B, 2]` uint32.

@@ -1,10 +1,10 @@
-"""Sampling: converts logits to a request's distribution, and draws from it.
+"""Converts logits to a request's distribution, and samples from it.
 
 Drafting, verification and plain decoding share these functions. Ratio rules are exact only if q is the distribution
-that drafts were actually drawn from, and the text equals that of plain decoding only if p is transformed in the same
+that drafts were actually drawn from. The text equals the text of plain decoding only if both transform p in the same
 way.
 
-On a mesh each device has the columns of its shard of the vocabulary; `vocabulary` combines the shards
+On a mesh, each device has only the columns of its vocabulary shard; `vocabulary` combines the shards
 (`mtpjax.models.vocabulary`). V is then the size of the shard, except in `SamplingArrays` and `TokenHistory`.
 """
 
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
-BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
-DIGIT = 3  # bits of a threshold that vocabulary shards determine per step; a divisor of 30
+BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32, which is above every probability
+DIGIT = 3  # bits of the threshold that a sharded vocabulary determines per step; must divide 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +118,11 @@ def apply_penalties_and_bias(
     num_tokens: int,
     vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
-    """Applies penalties, bias and bans. The arg-max of the result is what greedy decoding picks.
+    """Applies penalties, bias and bans. Greedy decoding picks the arg-max of the result.
 
     1. Repetition penalty r (CTRL, 1909.05858, section 4.1): `l / r` if l is positive, else `l r`, for tokens of the
        prompt, the text or the path.
-    2. Frequency and presence penalties f and p (OpenAI): `l - f count - p [count > 0]`, count over text and path.
+    2. Frequency and presence penalties f and p (OpenAI): `l - f count - p [count > 0]`, counted over text and path.
     3. The bias is added; ids from `num_tokens` on, which only pad the embedding table, are banned.
     4. Single stop tokens are banned until a row has `min_new` tokens.
 
@@ -154,7 +154,7 @@ def apply_penalties_and_bias(
             logits = logits - sampling.frequency[:, None, None] * counts
         if features.presence:
             logits = logits - sampling.presence[:, None, None] * (counts > 0)
-    # 3. Bias and banned ids. -inf gives a token probability 0 in p and in q.
+    # 3. Bias and banned ids. A logit of -inf makes a token's probability 0 in p and in q.
     if features.bias:
         logits = logits + vocabulary.own(sampling.bias)[:, None]
     if num_tokens < vocabulary.size(V):
@@ -180,38 +180,38 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
     """Converts adjusted logits to the probabilities that a token is sampled from.
 
     Three filters apply to `softmax(l / temperature)` in this order, each followed by a renormalisation. top_k keeps the
-    most likely tokens. top_p keeps the most likely tokens whose sum reaches top_p (Holtzman et al., 1904.09751). min_p
-    keeps tokens with at least min_p times the largest probability (2407.01082). Equally likely tokens are kept or
+    most likely tokens. top_p keeps the most likely tokens until their sum reaches top_p (Holtzman et al., 1904.09751).
+    min_p keeps tokens with at least min_p times the largest probability (2407.01082). Equally likely tokens are kept or
     dropped together.
 
     Args:
         logits: `[B, T, V]` float32, from `apply_penalties_and_bias`.
 
     Returns:
-        `[B, T, V]` float32. Rows at temperature 0 are one-hot at the arg-max; a row whose logits are all -inf, or hold
-        NaN, is one-hot at some token. So every rule stays exact when a draft head computes NaN.
+        `[B, T, V]` float32. Rows at temperature 0 are one-hot at the arg-max. A row whose logits are all -inf or
+        contain NaN is one-hot at some token, so every rule stays exact even if a draft head computes NaN.
     """
     features = sampling.features
     # 1. Softmax. Greedy rows, and rows with a NaN or with every token banned, become one-hot at the end; until then
-    # they get harmless values, so that no NaN appears.
+    # their logits are 0, so that no NaN appears.
     temperature = sampling.temperature[:, None, None]
     is_greedy = (temperature == 0) | ~(vocabulary.max(logits, keepdims=True) > -jnp.inf)
     temperature = jnp.where(temperature == 0, 1, temperature)
     scaled = apply_temperature(jnp.where(is_greedy, 0, logits), temperature, vocabulary)
     probabilities = vocabulary.softmax(scaled)
-    # 2. top_k: the threshold above which the count of tokens reaches k.
+    # 2. top_k: find the largest threshold that at least k probabilities reach.
     if features.top_k:
         min_sum = jnp.broadcast_to(sampling.top_k[:, None], logits.shape[:2]).astype(jnp.float32)
         threshold = _threshold(probabilities, jnp.ones_like(probabilities), min_sum, vocabulary)
         probabilities = _keep_at_least(probabilities, threshold, vocabulary)
-    # 3. top_p: the threshold above which the probability mass reaches top_p.
+    # 3. top_p: find the largest threshold at which the probabilities at or above it sum to top_p.
     if features.top_p:
-        # For top_p 1 the required mass is infinite, so that rounding of the sum never drops a token.
+        # For top_p = 1 the required sum is infinite, so that rounding of the sum never drops a token.
         min_sum = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
         min_sum = jnp.broadcast_to(min_sum, logits.shape[:2])
         threshold = _threshold(probabilities, probabilities, min_sum, vocabulary)
         probabilities = _keep_at_least(probabilities, threshold, vocabulary)
-    # 4. min_p: a threshold relative to the most likely token.
+    # 4. min_p: the threshold is relative to the probability of the most likely token.
     if features.min_p:
         threshold = sampling.min_p[:, None] * vocabulary.max(probabilities)
         probabilities = _keep_at_least(probabilities, threshold, vocabulary)
@@ -219,12 +219,12 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
 
 
 def apply_temperature(logits: jax.Array, temperature: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Computes `(l - max l) / temperature` without overflow; zeros where every logit is -inf.
+    """Computes `(l - max l) / temperature` without overflow; returns zeros where every logit is -inf.
 
     The result has the same softmax as `l / temperature`. The temperature is above 0 and broadcasts against the logits
     `[..., V]`.
     """
-    # Subtract the maximum first: l / temperature overflows at small temperatures.
+    # Subtract the maximum first, because l / temperature overflows at small temperatures.
     largest = vocabulary.max(logits, keepdims=True)
     return jnp.where(largest == -jnp.inf, 0, logits - jnp.where(largest == -jnp.inf, 0, largest)) / temperature
 
@@ -236,12 +236,12 @@ def _keep_at_least(probabilities: jax.Array, threshold: jax.Array, vocabulary: V
 
 
 def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """Finds the largest threshold at which the weights of all values at or above it sum to at least `min_sum [B, T]`.
+    """Finds the largest threshold for which the weights of the values at or above it sum to `min_sum [B, T]` or more.
 
-    Returns 0 where all weights together sum to less.
+    Returns 0 where the sum of all weights is smaller.
     """
-    # Non-negative floats sort like their bits, so a bisection over the 31 bits finds the threshold without sorting the
-    # vocabulary. Invariant: the weights at or above `low` are enough, those above `high` are not.
+    # Non-negative floats have the same order as their bits, so a bisection over the 31 bits finds the threshold without
+    # sorting the vocabulary. Invariant: the weights at or above `low` suffice, and the weights above `high` do not.
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     if vocabulary != WHOLE:
         return _threshold_of_parts(bits, weights, min_sum, vocabulary)
@@ -258,9 +258,8 @@ def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabu
 
 
 def _threshold_of_parts(bits: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """Does the work of `_threshold` digit by digit, because a bisection would wait for the other devices 31 times."""
-    # The search covers bit patterns below that of 2.0. Each step tests all digits at once, with one sum over the
-    # devices.
+    """Computes `_threshold` digit by digit, because a bisection would wait for the other devices 31 times."""
+    # The search covers the bit patterns below 2.0. Each step tests all digits at once, with one sum over the devices.
     digits = jnp.arange(1, 2**DIGIT, dtype=jnp.int32)[None, None]
 
     def append_digit(step, low):
@@ -275,6 +274,6 @@ def _threshold_of_parts(bits: jax.Array, weights: jax.Array, min_sum: jax.Array,
 
 
 def draw(probabilities: jax.Array, gumbel: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Draws tokens `[B, T]` int32 from weights `[B, T, V]` with Gumbel noise of that shape; never draws weight 0."""
+    """Draws tokens `[B, T]` int32 from weights `[B, T, V]` with Gumbel noise `[B, T, V]`; never draws weight 0."""
     # The Gumbel-max trick: the arg-max of log p plus Gumbel noise is a draw from p.
     return vocabulary.argmax(jnp.log(probabilities) + gumbel)

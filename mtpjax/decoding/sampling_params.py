@@ -1,4 +1,4 @@
-"""Sampling parameters on the host: checks `SamplingParams` and converts them to arrays for a batch."""
+"""Checks `SamplingParams` on the host, and converts them to arrays for a batch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from mtpjax.models.config import ModelConfig
 
 
 def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
-    """Checks the rows' temperatures and returns `[B]` float32; raises `ValueError` if one is out of range."""
+    """Checks the rows' temperatures and returns them as `[B]` float32; raises `ValueError` if one is out of range."""
     return _per_row_numbers(sampling, "temperature", batch)
 
 
@@ -31,7 +31,7 @@ def make_sampling_arrays(
     """Checks sampling parameters and converts them to arrays.
 
     Args:
-        key: a `jax.random` key that seeds rows without a seed.
+        key: a `jax.random` key that seeds the rows if `sampling` sets no seed.
         stops: single stop tokens, banned until a row has `min_new_tokens`.
         features: options to compile in; None: the options that at least one row uses.
 
@@ -43,14 +43,14 @@ def make_sampling_arrays(
             field and the value.
     """
     V = config.vocab_size
-    # 1. Numeric options. An option is in use if some row's value differs from the neutral one.
+    # 1. Numeric options. An option is in use if some row's value differs from the neutral value.
     arrays: dict[str, Any] = {}  # host arrays, which jit transfers
     used: dict[str, bool] = {}
     for name, option in OPTIONS.items():
         values = _per_row_numbers(sampling, name, batch)
         arrays[option.feature], used[option.feature] = values, bool((values != option.neutral).any())
     is_sampled = used.pop("temperature")
-    # Users write top_k 0 for "all tokens"; on the device V means the same and needs no special case.
+    # A user's top_k of 0 means "all tokens". On the device, V means the same and needs no special case.
     arrays["top_k"] = np.where(arrays["top_k"] == 0, V, arrays["top_k"]).astype(np.int32)
     # 2. logit_bias, allowed_tokens and banned_tokens become one bias per token.
     bias = _bias(sampling, batch, config, stops, arrays["min_new"])
@@ -80,7 +80,7 @@ def _per_row_numbers(sampling: SamplingParams, name: str, batch: int) -> np.ndar
 
 
 def _per_row_values(name: str, value: Any, batch: int, is_single_value: Callable[[Any], bool]) -> list[Any]:
-    """Returns one value or None per row: `value` itself for every row if it is a single value, else its elements."""
+    """Returns one value or None per row: the elements of `value`, or `value` itself if it is a single value or None."""
     if value is None or is_single_value(value):
         return [value] * batch
     values = list(value)
@@ -145,7 +145,7 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
 
 def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_needed: bool) -> np.ndarray | jax.Array:
     """Returns row seeds `[B, 2]` uint32, high word first."""
-    # Without explicit seeds the key seeds the rows. Greedy rows need neither.
+    # If no seeds are given, the key seeds the rows. Greedy rows need neither seeds nor a key.
     if sampling.seed is None:
         require(key is not None or not is_needed, "a temperature above 0 needs SamplingParams.seed or a key")
         return np.zeros((batch, 2), np.uint32) if key is None else seeds_from_key(key, batch)

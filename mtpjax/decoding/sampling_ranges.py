@@ -1,4 +1,4 @@
-"""Types and ranges of sampling parameters. Imports neither JAX nor NumPy, so that `mtpjax --help` starts quickly.
+"""Checks types and ranges of sampling parameters. Imports neither JAX nor NumPy, so `mtpjax --help` starts quickly.
 
 `SamplingParams` checks its fields when it is made. A call checks them again, because lists and arrays can change.
 """
@@ -17,12 +17,12 @@ class Option(NamedTuple):
     """A numeric sampling option.
 
     Attributes:
-        feature: its name in `SamplingArrays` and `SamplingFeatures`.
+        feature: the option's name in `SamplingArrays` and `SamplingFeatures`.
         minimum: smallest value.
         maximum: largest value; infinity itself is not allowed.
         neutral: the value that turns the option off.
-        is_positive: whether 0 is not allowed.
-        is_integer: whether only integers are allowed.
+        is_positive: whether the value must be above 0.
+        is_integer: whether the value must be an integer.
     """
 
     feature: str
@@ -48,7 +48,7 @@ MAX_SEED = 2**64 - 1
 
 
 def check_sampling(values: Mapping[str, Any]) -> None:
-    """Checks the fields of `SamplingParams` as far as possible without the model and the number of rows.
+    """Checks the fields of `SamplingParams` as far as possible without knowing the model or the number of rows.
 
     Args:
         values: the fields by name.
@@ -72,7 +72,7 @@ def check_numbers(name: str, value: Any) -> None:
         value: a number, a sequence or an array. Values that JAX traces are unknown and pass unchecked.
 
     Raises:
-        ValueError: an element is not a number, or out of range.
+        ValueError: an element is not a number, or is out of range.
     """
     _, minimum, maximum, _, is_positive, is_integer = OPTIONS[name]
     plain = _plain(value)
@@ -97,7 +97,7 @@ def check_seed(value: Any) -> None:
 
 
 def _check_biases(value: Any) -> None:
-    """Raises ValueError unless this is a mapping from token ids to finite numbers, or one (or None) per row."""
+    """Raises ValueError unless `value` is a mapping of token ids to finite numbers, or one mapping or None per row."""
     if value is None:
         return
     require(isinstance(value, Mapping | list | tuple), f"logit_bias must be a mapping or one per row, got {value!r}")
@@ -115,7 +115,7 @@ def _check_biases(value: Any) -> None:
 
 
 def _check_tokens(name: str, value: Any) -> None:
-    """Raises ValueError unless this is None, a sequence of token ids, or one (or None) per row."""
+    """Raises ValueError unless `value` is None, a sequence of token ids, or one sequence or None per row."""
     if value is None:
         return
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
@@ -135,7 +135,7 @@ _TRACED = object()  # replaces a value that JAX traces
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as Python numbers: arrays, sets and sequences as lists, anything else unchanged."""
+    """Converts arrays, sets and sequences to Python numbers or lists of them; returns anything else unchanged."""
     if hasattr(value, "tolist"):
         try:
             return value.tolist()

@@ -1,18 +1,18 @@
 """Continuous decoding: requests enter and leave the slots of a running state with paged caches.
 
-Each function is a compiled call that takes some rows of a state, works on them, and writes them back. `admit` puts
+Each function is a compiled call that copies some rows of a state, processes them, and writes them back. `admit` puts
 requests into slots, `prefill_chunk` processes a chunk of their prompts, and `advance` runs rounds. Rows with a grammar
-take a round in two calls, `draft_round` and `verify_round`: between them the host reads the drafted tokens and computes
-which tokens may follow each. The host keeps the page tables and passes the rows' tables to each call. It may dispatch a
-call before it has read the previous report. Calls are compiled for a few row counts and page counts; padding rows
-neither read nor write.
+need two calls per round, `draft_round` and `verify_round`. Between them, the host reads the drafted tokens and computes
+which tokens may follow each of them. The host keeps the page tables and passes the rows' tables to each call. It may
+dispatch a call before it has read the previous report. Calls are compiled for only a few row counts and page counts;
+padding rows neither read nor write.
 
 All calls take `params` (the model's), `draft_params` (the drafter's) and `state`, which is donated. They return the new
 state and their result. With a decoder for plain rows (`Decoder.for_plain_rows`) they omit the rows' sampling options
 and log-probabilities.
 
-On a mesh whose `data` axis has P devices, a call takes b rows from each of the P shards: batch arrays are `[P, b,
-...]`, and slots and pages are numbered from 0 within each shard.
+On a mesh whose `data` axis has P devices, a call processes b rows from each of the P shards. Batch arrays then have
+shape `[P, b, ...]`, and slots and pages are numbered from 0 within each shard.
 """
 
 import contextlib
@@ -49,9 +49,9 @@ UNCHANGED = ("settings", "storage", "drafting_disabled")
 class Batch(flax.struct.PyTreeNode):
     """The rows of a call."""
 
-    slots: Any  # [P, b] int32; padding rows have the number of slots per shard
+    slots: Any  # [P, b] int32; for padding rows, the number of slots per shard
     table: Any  # [P, b, N] int32 pages of each row; NO_PAGE where no page is mapped
-    num_shared: Any  # [P, b] int32 positions at the start that the row never writes
+    num_shared: Any  # [P, b] int32 number of initial positions that the row never writes
 
 
 class PromptChunk(flax.struct.PyTreeNode):
@@ -60,7 +60,7 @@ class PromptChunk(flax.struct.PyTreeNode):
     start: Any  # [P, b] int32 first position; `NO_START` for padding
     first_token: Any  # [P, b] int32 the first new token if it is known already, else -1
     end: Any = None  # [P, b] int32 position before which the chunk ends; None: its width or the prompt's end
-    allowed: Any = None  # [P, b, ceil(V/32)] int32 tokens that the first new token may be, a bit per token; None: all
+    allowed: Any = None  # [P, b, ceil(V/32)] int32 bit mask of the allowed first new tokens; None: all
 
 
 class Session:
@@ -69,7 +69,7 @@ class Session:
     Args:
         params: model parameters, on their devices.
         draft_params: the drafter's parameters.
-        decoder: the decoder, with the size of the pool.
+        decoder: the decoder, whose spec sets the size of the page pool.
         config: settings that all requests share.
         mesh: mesh of the parameters; None: one device.
         shape: shape of the state.
@@ -96,7 +96,7 @@ class Session:
         return self.decoder.make_state(self.params, self.config, self.mesh, shape=self.shape)
 
     def reset(self) -> None:
-        """Makes a state whose slots are all free. Frees the old state first, because memory may not hold two."""
+        """Makes a state with all slots free. Frees the old state first, because memory may be too small for both."""
         for leaf in jax.tree.leaves(self.state):
             if not leaf.is_deleted():
                 leaf.delete()
@@ -126,7 +126,8 @@ def admit(
     def admit_shard(_: dict, __: Any, state: DecodeState, rows: NewRows, slots: jax.Array) -> DecodeState:
         rows, slots = of_shard(state, (rows, slots))
         taken = gather_rows(state, slots)
-        # Attention masks slots after the text. A recurrent layer's state must be zero at the start of a text.
+        # Old cache entries can stay, because attention masks slots after the text. A recurrent layer's state must be
+        # zero at the start of a text.
         taken = taken.replace(trunk=reset_rows(taken.trunk, jnp.ones(len(slots), bool)))
         taken = start_rows(taken, rows, vocab_size=decoder.vocab_size)
         return scatter_rows(state, taken, slots)
@@ -149,7 +150,7 @@ def prefill_chunk(
         )  # fmt: skip
         return put(state, rows, batch, decoder)
 
-    # The report holds the new tokens, so remember the old lengths.
+    # The report contains the new tokens, which start at the old lengths.
     before = _lengths(state, batch)
     state = run_on_shards(prefill_shard, decoder.model.config, params, draft_params, state, batch, chunk)
     return state, _report(decoder, state, batch, before, 1)
@@ -171,10 +172,10 @@ def advance(
 
     Args:
         state: the state; donated.
-        rounds: `[]` int32, number of rounds to run, at most `max_rounds`; it runs fewer if all rows end earlier.
+        rounds: `[]` int32, number of rounds to run, at most `max_rounds`; fewer run if all rows end earlier.
         decoder: the decoder for the deepest round.
         depth: draft levels of each round.
-        max_rounds: maximum number of rounds that the report can hold.
+        max_rounds: maximum number of rounds, which sets the size of the report.
     """
 
     def advance_shard(params, draft_params, state, batch, rounds):
@@ -206,7 +207,7 @@ def draft_round(
             if decoder.spec.is_adaptive:
                 rows = decoder.drafter.drain_backlog(decoder, weights, rows, jnp.int32(depth))
             draft, rows = decoder.drafter.propose(_at_depth(decoder, depth), weights, rows)
-            # Between calls, q has all columns.
+            # Between the two calls, q has the columns of the whole vocabulary.
             q, vocab_size = draft.probabilities, decoder.vocab_size
             if q is not None and q.shape[-1] != vocab_size:
                 draft = draft.replace(probabilities=Vocabulary.of(vocab_size).gather(q))
@@ -235,12 +236,12 @@ def verify_round(
     decoder: Decoder,
     depth: int,
 ) -> tuple[DecodeState, PackedReport]:
-    """Ends the round that `draft_round` started: verifies, accepts and commits.
+    """Finishes the round that `draft_round` started: verifies, accepts and commits.
 
     Args:
         state: the state; donated.
         draft: from `draft_round`.
-        allowed: `[R, W, ceil(V/32)]` int32 tokens that may follow each node, a bit per token.
+        allowed: `[R, W, ceil(V/32)]` int32 bit mask of the tokens that may follow each node.
         decoder: the decoder for the deepest round.
         depth: draft levels of the round.
     """
@@ -298,7 +299,7 @@ def of_shard(state: DecodeState, tree: Any) -> Any:
 
 
 def take(state: DecodeState, batch: Batch, decoder: Decoder) -> DecodeState:
-    """Returns the batch's rows, which read and write the pages of its table. Padding rows are done."""
+    """Returns the batch's rows, which use the pages in the batch's table. Padding rows are marked as done."""
     rows = gather_rows(state, batch.slots)
     rows = rows.replace(
         storage=rows.storage.replace(table=batch.table, num_shared=batch.num_shared),
@@ -306,7 +307,7 @@ def take(state: DecodeState, batch: Batch, decoder: Decoder) -> DecodeState:
     )
     if decoder.spec.logprobs:
         return rows
-    # Plain rows: leave out the options that none of them uses.
+    # For plain rows, omit the sampling options, which none of them uses.
     sampling, history = rows.settings.sampling, rows.history
     sampling = sampling.replace(features=SamplingFeatures(), bias=sampling.bias[:, :0])
     return rows.replace(
@@ -328,7 +329,7 @@ def _slots(state: DecodeState, batch: Batch) -> jax.Array:
     """Returns the indices `[R]` of the batch's rows in the whole state."""
     num_shards = len(batch.slots)
     own = len(state.length) // num_shards
-    # A padding row reports the values of the last row of its shard; they are ignored.
+    # A padding row reports the values of the last row in its shard, which are ignored.
     return (jnp.arange(num_shards)[:, None] * own + jnp.minimum(batch.slots, own - 1)).reshape(-1)
 
 
@@ -342,7 +343,7 @@ def _report(decoder: Decoder, state: DecodeState, batch: Batch, before: jax.Arra
     take = lambda leaf: jnp.take(leaf, slots, axis=0)
     column = jnp.minimum(before[:, None] + jnp.arange(max_new)[None, :], state.tokens.shape[1] - 1)
     new = lambda leaf: leaf[slots[:, None], column]
-    # An entry of a module is stored after the position that it belongs to, so positions before it are final.
+    # A module stores an entry after the position that it belongs to, so all positions before the entry are final.
     num_final, extended = take(state.trunk.length), decoder.drafter.num_extended(state.drafter)
     if extended is not None:
         num_final = jnp.minimum(num_final, take(extended))

@@ -8,13 +8,13 @@ from mtpjax.decoding.draft_tree import TreeShape, choose_tree_shape
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSpec:
-    """The shape of one speculative round. Hashable: two calls with equal specs share one compiled program.
+    """The shape of one speculative round. It is hashable, and calls with equal specs share one compiled program.
 
     Attributes:
         num_steps: draft levels per round, K; 0 is plain decoding.
         topk: candidates per tree node; 1 drafts a chain.
         num_nodes: nodes verified per round, W, including the pending token.
-        rule: the acceptance rule; a name is replaced by its `AcceptanceRule`.
+        rule: the acceptance rule; a name is converted to its `AcceptanceRule`.
         is_adaptive: whether the depth policy chooses 0..num_steps levels for every round.
         window: (number of newest positions, number of attention sinks) that the MTP modules attend to; None: all
             positions.
@@ -40,7 +40,7 @@ class DecodeSpec:
     check_nan: bool = False
 
     def __post_init__(self):
-        # Replace names by rules, so that equal specs compare equal.
+        # Replace names with rules, so that equal specs compare equal.
         object.__setattr__(self, "rule", find_rule(self.rule))
 
     def at_depth(self, num_steps: int) -> "DecodeSpec":
@@ -51,12 +51,12 @@ class DecodeSpec:
 
     @property
     def verify_width(self) -> int:
-        """Tokens per row in a verify pass: the nodes, padded to the narrowest pass that runs fast."""
+        """Number of tokens per row in a verify pass, after padding the nodes to the narrowest pass that runs fast."""
         return max(self.num_nodes, self.min_rows)
 
     @property
     def is_greedy(self) -> bool:
-        """True if the rule follows the arg-max, so that every row is at temperature 0."""
+        """True if the rule follows the arg-max, which requires temperature 0 in every row."""
         return self.rule.follows == "arg-max"
 
     @property

@@ -1,4 +1,4 @@
-"""The decoding state: all arrays that one speculative round passes to the next."""
+"""The decoding state, which consists of all arrays that one speculative round passes to the next."""
 
 from typing import Any, NamedTuple
 
@@ -25,25 +25,25 @@ class RowSettings(flax.struct.PyTreeNode):
 
 
 class DecodeState(flax.struct.PyTreeNode):
-    """A batch of B rows being decoded. L is the number of cache slots, K the number of draft levels.
+    """A batch of B rows being decoded. L is the number of cache slots, and K is the number of draft levels.
 
-    Every leaf has B as its first axis, except `drafting_disabled`, the leaves of `policy`, and pools of pages.
+    Every leaf has B as its first axis, except `drafting_disabled`, the leaves of `policy`, and page pools.
     """
 
     settings: RowSettings
     tokens: jax.Array  # [B, L] int32: committed tokens, then drafts and garbage
     origin: jax.Array  # [B, L] int8: draft level that proposed the token; 0: a bonus token or the prompt
     logprobs: jax.Array  # [B, L] float32 for new tokens; [B, 0] if `spec.logprobs` is off
-    length: jax.Array  # [B] int32 committed tokens; the last one is pending: the trunk has not processed it yet
+    length: jax.Array  # [B] int32 number of committed tokens; the trunk has not processed the last one (pending) yet
     done: jax.Array  # [B] bool, the row has ended, or the slot is free
     stopped: jax.Array  # [B] bool, the row ended with a stop sequence
     failed: jax.Array  # [B] bool, the row ended because a logit was NaN (`spec.check_nan`)
     history: TokenHistory
-    trunk: Cache  # the trunk's KV cache; holds the first length - 1 tokens
+    trunk: Cache  # the trunk's KV cache, which covers the first length - 1 tokens
     drafter: Any  # the drafter's state
     storage: Storage  # where the caches keep each row's entries
     policy: DepthPolicy | None  # chooses the depth of an adaptive call; None: fixed depth
-    drafting_disabled: jax.Array  # [] bool: drafting pays off at no depth, so rounds do not extend the drafter
+    drafting_disabled: jax.Array  # [] bool, drafting never pays off, so rounds do not extend the drafter
     rounds: jax.Array  # [B] int32 verification passes
     proposed: jax.Array  # [B, K] int32 rounds that drafted at least this many levels
     accepted: jax.Array  # [B, K] int32 accepted drafts per level, including those cut off at a stop or limit
@@ -101,8 +101,8 @@ class Draft(flax.struct.PyTreeNode):
     """The W nodes per row that one round verifies. Node 0 is the pending token.
 
     In a chain, node n is the child of node n-1, and `parents`, `depths` and `ancestor_mask` are None. Text stays exact
-    only if no row's `num_drafted` depends on the last token that it counts or on later tokens. On a mesh
-    `probabilities` may have the columns of this device's shard of the vocabulary, or all of them.
+    only if no row's `num_drafted` depends on the last token that it counts or on later tokens. On a mesh,
+    `probabilities` may have only the columns of this device's vocabulary shard, or all columns.
     """
 
     tokens: jax.Array  # [B, W] int32
@@ -110,7 +110,7 @@ class Draft(flax.struct.PyTreeNode):
     parents: jax.Array | None = None  # [B, W] int32, parents before children, -1 for the root
     depths: jax.Array | None = None  # [B, W] int32
     ancestor_mask: jax.Array | None = None  # [B, W, W] bool, (n, m): m is n or an ancestor of n
-    num_drafted: jax.Array | None = None  # [B] int32 drafts in each chain, the rest is padding; None: all
+    num_drafted: jax.Array | None = None  # [B] int32 number of drafts in each chain before the padding; None: all
 
 
 class VerifyOutput(flax.struct.PyTreeNode):
@@ -132,7 +132,7 @@ class Acceptance(flax.struct.PyTreeNode):
 
 
 def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeState:
-    """Replaces every row of a state by a new request. The caches keep their entries.
+    """Replaces every row of a state with a new request. The caches keep their entries.
 
     Args:
         state: a state of R rows.
@@ -140,17 +140,18 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         vocab_size: V.
 
     Returns:
-        The state before prefill: prompts as the committed text, and all other fields as in a new state, except for old
-        cache entries, which attention masks.
+        The state before prefill, with the prompts as the committed text. All other fields are as in a new state, except
+        that the caches keep old entries, which attention masks.
     """
     history = state.history
     if rows.settings.sampling.has_penalties:
-        # The repetition penalty also applies to tokens of the prompt: mark them, without the padding after the prompt.
+        # The repetition penalty also applies to tokens in the prompt, so mark them, but not the padding after the
+        # prompt.
         is_prompt = jnp.arange(rows.tokens.shape[1])[None, :] < rows.length[:, None]
         mark = jax.vmap(lambda row, is_marked: jnp.zeros(vocab_size, bool).at[row].max(is_marked))
         counts = jnp.zeros_like(history.counts)
         if rows.first_token is not None:
-            # The text of a row that decoded before continues after its prompt.
+            # If a row was decoded before, its tokens include new tokens after the prompt.
             is_new = is_prompt & (jnp.arange(rows.tokens.shape[1])[None, :] >= rows.settings.prompt_length[:, None])
             is_prompt &= ~is_new
             counts = jax.vmap(lambda counts, row, new: counts.at[row].add(new))(counts, rows.tokens, is_new.astype(int))
@@ -197,14 +198,14 @@ def view_pass(
     tree: TreeSlots | None = None,
     window: tuple[int, int] | None = None,
 ) -> View:
-    """Makes the view of a pass over the rows' caches.
+    """Makes the view for a pass over the rows' caches.
 
     Args:
         config: sizes and rotary embedding of the layers that run.
         start: `[B]` int32 first slot.
-        width: tokens of the pass, T.
-        num_used: `[B]`, or a number for all rows: how many leading tokens of the pass have outputs that are read. Other
-            tokens, and the tokens of rows that are done, are not routed to experts.
+        width: number of tokens in the pass, T.
+        num_used: number of leading tokens whose outputs are read, `[B]` or one number for all rows. Other tokens, and
+            the tokens of rows that are done, are not routed to experts.
         num_valid: as in `cached_view`.
         tree: as in `cached_view`.
         window: as in `cached_view`.

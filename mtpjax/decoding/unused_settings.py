@@ -1,4 +1,4 @@
-"""Finds settings of `DecodeConfig` that have no effect because of other settings, to warn the user."""
+"""Warns about `DecodeConfig` settings that have no effect because of other settings."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     """Finds the settings that differ from their defaults and have no effect.
 
     Returns:
-        The condition under which each of these settings would have an effect, by the setting's name.
+        A mapping from the name of each such setting to the condition under which it would have an effect.
     """
-    # Plain decoding ignores all draft settings. Callers derive its config from any other config, so only
-    # `num_draft_tokens` is reported.
+    # Plain decoding ignores all draft settings. Callers derive a config for plain decoding from any other config, so
+    # only `num_draft_tokens` is reported.
     if not config.num_steps:
         return {} if config.num_draft_tokens is None else {"num_draft_tokens": "num_steps above 0"}
     needs = {

@@ -1,4 +1,4 @@
-"""Verification: one trunk pass over the drafted nodes, then the acceptance rule picks a path."""
+"""Runs one trunk pass over the drafted nodes, and applies the acceptance rule, which picks a path."""
 
 from typing import Any
 
@@ -28,14 +28,14 @@ def verify(decoder: Decoder, weights: Weights, state: DecodeState, draft: Draft)
     width = spec.verify_width
     num_padding = width - W
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, num_padding)))
-    # 2. Mask. In a chain the causal mask is enough. In a tree each node attends to the committed text, its ancestors
-    # and itself, and its position follows from its depth, so siblings do not attend to each other.
+    # 2. Mask. In a chain the causal mask is enough. In a tree, each node attends to the committed text, its
+    # ancestors and itself, but not to its siblings. Its position follows from its depth.
     tree = None
     if draft.ancestor_mask is not None and draft.depths is not None:
         depths = jnp.pad(draft.depths, ((0, 0), (0, num_padding)))
         tree = TreeSlots(start, depths, jnp.pad(draft.ancestor_mask, ((0, 0), (0, num_padding), (0, num_padding))))
     # A plain decoding step always commits its only node, so recurrent layers may advance their state within the pass.
-    # Otherwise they keep what each token contributes until acceptance decides.
+    # In other rounds they store the contribution of each token until the accepted path is known.
     num_valid = None if spec.num_steps else (~state.done).astype(jnp.int32)
     view = view_pass(state, decoder.model.config, start, width, num_used=W, num_valid=num_valid, tree=tree)
     output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
@@ -72,17 +72,17 @@ def accept(
     """Applies the acceptance rule and draws the bonus token.
 
     Args:
-        decoder: the decoder of the round, whose spec contains the rule.
+        decoder: the round's decoder, whose spec contains the rule.
         draft: the nodes, and the distributions q that they were drawn from.
         verified: the outputs of the trunk's pass over the nodes.
-        allowed: tokens that may follow each node, as in `adjust_logits`; needs logits. An exact rule accepts no draft
-            that is not allowed after its parent, since its p is 0.
+        allowed: tokens that may follow each node, as in `adjust_logits`; requires logits. An exact rule never accepts a
+            draft that is not allowed after its parent, because the draft's p is 0.
 
     Returns:
         The accepted path and the tokens that the round appends.
     """
     spec = decoder.spec
-    # Greedy without logits: a draft is accepted if it equals the arg-max after its parent.
+    # Without logits, the greedy rule accepts a draft if it equals the arg-max after its parent.
     if verified.target_tokens is not None:
         assert allowed is None
         return _accept_matches(draft, verified.target_tokens, spec.num_steps)
@@ -99,21 +99,21 @@ def accept(
         mask = draft.ancestor_mask
         if mask is None:
             mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
-        # The path excludes node 0: the pending token is committed, so the history already counts it.
+        # The path excludes node 0, because the history already counts the pending token, which is committed.
         path_tokens = PathTokens(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
     adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, decoder.model, allowed)
     round_start = state.length[:, None]
 
-    # 2. Rules that choose the target's token after each node and accept the drafts that equal it: arg-max for "greedy",
-    # a sample from p for "sample". The text consists of the target's tokens, so any tree is exact.
+    # 2. The rules "greedy" and "sample" choose the target's token after each node, the arg-max or a sample from p, and
+    # accept the drafts that equal it. The text consists of the target's tokens, so any tree is exact.
     if spec.is_greedy:
         return _accept_matches(draft, vocabulary.argmax(adjusted), K)
     probabilities = distribution(adjusted, sampling, vocabulary)
     if spec.rule.follows == "sample":
         return _accept_matches(draft, draw_target(probabilities, sampling, round_start + depth, vocabulary), K)
 
-    # 3. Rules that accept each draft with a probability, and therefore need one uniform per draft. The noise is keyed
-    #    by the position at which the round began and by the node, so no two rounds share it.
+    # 3. Other rules may accept each draft with some probability, so they get one uniform number per draft. The noise is
+    #    keyed by the position at which the round began and by the node, so no two rounds share it.
     nodes = jnp.arange(1, W + 1 if draft.parents is not None else W)
     uniforms = rng.uniform(sampling.seed, jnp.broadcast_to(round_start, (B, len(nodes))), rng.ACCEPT, nodes)
     q = draft.probabilities
@@ -125,8 +125,8 @@ def accept(
     else:
         accepted = jnp.take_along_axis(draft.tokens, path[:, 1:], axis=1)
         path = None if draft.parents is None else path
-    # 4. Draw the bonus token from the weights that the rule returns: the residual max(p - q, 0) after a rejection, p
-    #    after a fully accepted path. This correction makes ratio rules exact.
+    # 4. Draw the bonus token from the weights that the rule returns, such as the residual max(p - q, 0) after a
+    #    rejection, or p after a fully accepted path. This correction makes ratio rules exact.
     node = jnp.zeros(1, jnp.int32)
     gumbel = rng.gumbel(sampling.seed, round_start, rng.BONUS, node, V, vocabulary.first_id(V))
     bonus = draw(weights[:, None], gumbel, vocabulary)
@@ -136,15 +136,15 @@ def accept(
 
 
 def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> Acceptance:
-    """Accepts the drafts that equal the target's token after their parent; `target_tokens [B, W]` is per node."""
-    # Chain: accept the longest prefix of matches. Up to there the target's tokens are the drafts, and the next one is
+    """Accepts the drafts that equal the target's token after their parent; `target_tokens [B, W]` has one per node."""
+    # In a chain, accept the longest prefix of matches. The target's tokens are then the accepted drafts, followed by
     # the bonus token.
     if draft.parents is None:
         num_accepted = match_chain(draft.tokens[:, 1:], target_tokens)
         if draft.num_drafted is not None:
             num_accepted = jnp.minimum(num_accepted, draft.num_drafted)
         return Acceptance(None, num_accepted, target_tokens)
-    # Tree: descend to the child that equals the target's token, until no child does.
+    # In a tree, descend to the child that equals the target's token, until there is no such child.
     match = jax.vmap(lambda *row: match_tree(*row, num_steps=num_steps))
     path, num_accepted = match(draft.tokens, draft.parents, target_tokens)
     return Acceptance(path, num_accepted, jnp.take_along_axis(target_tokens, path, axis=1))
@@ -159,7 +159,7 @@ def _apply_rule(
     static: dict[str, Any] = {}
     assert q is not None or not rule.needs_q
     if rule.drafts == "chain":
-        # Chain rules need only the count: the accepted path is a prefix of the chain.
+        # Chain rules return only the count, because the accepted path is a prefix of the chain.
         nodes = (draft.tokens[:, 1:],)
         ends = () if draft.num_drafted is None else (draft.num_drafted,)
     else:
@@ -176,7 +176,7 @@ def _apply_rule(
         static["vocabulary"] = vocabulary
 
     def apply_to_row(nodes, p, q, u, ends, params):
-        # Parameters are per-row arrays, so they may differ between rows, and a new value does not recompile.
+        # Parameters are per-row arrays, so they may differ between rows, and new values do not cause a recompilation.
         parameters = {name: params[column] for column, name in enumerate(rule.parameters)}
         rows = (p, q) if rule.needs_q else (p,)
         if not rule.reads_shard:  # gather the columns of the whole vocabulary

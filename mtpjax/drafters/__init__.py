@@ -1,4 +1,4 @@
-"""Draft methods: one folder per method, shared code, and the base classes for user-defined methods."""
+"""Draft methods, with one folder per method, shared code, and base classes for user-defined methods."""
 
 from mtpjax.decoding.decoder import Drafter
 from mtpjax.decoding.limits import DraftLimits

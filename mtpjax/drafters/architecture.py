@@ -1,4 +1,4 @@
-"""Architectures of drafters with their own network: the common interface, and new layers of the trunk's width."""
+"""Describes the architectures of drafters with their own network, and configures new layers of the trunk's width."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from mtpjax.models.masks import full_view
 
 
 class TrunkSizes(NamedTuple):
-    """Sizes of the trunk that a drafter is for."""
+    """Sizes of the trunk that a drafter drafts for."""
 
     vocab_size: int
     hidden_size: int
-    num_hidden_layers: int  # 0: any number
+    num_hidden_layers: int  # 0 means any number
 
 
 class DraftArchitecture(Protocol):
-    """The architecture of a drafter with its own network: a hashable, frozen dataclass."""
+    """The architecture of a drafter with its own network, as a hashable, frozen dataclass."""
 
     @property
     def trunk(self) -> TrunkSizes:
@@ -31,13 +31,13 @@ class DraftArchitecture(Protocol):
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Trunk layers whose input states the drafter reads. In a trunk of L layers, L is the output of the last layer
-        before the final norm, and L + 1 the output of that norm."""
+        """Trunk layers whose input states the drafter reads. In a trunk with L layers, L stands for the output of the
+        last layer before the final norm, and L + 1 for the output of that norm."""
         ...
 
     @property
     def draft_vocab_size(self) -> int:
-        """Number of tokens that can be drafted, R."""
+        """The number of tokens that can be drafted (R)."""
         ...
 
 
@@ -48,11 +48,11 @@ class LayersConfig:
     Shape letters: D is the drafter's width, n the number of trunk states, V the vocabulary, R the draft vocabulary.
 
     Args:
-        block: config of the drafter's layers: `num_hidden_layers` is their number, and `vocab_size` is V.
-        layer_ids: the n trunk layers whose input states are read, in the order in which the projection takes them; see
+        block: config of the drafter's layers, in which `num_hidden_layers` is their number and `vocab_size` is V.
+        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs; see
             `DraftArchitecture.layer_ids`.
-        num_target_layers: layers of the trunk.
-        draft_vocab_size: tokens that can be drafted, R; 0: V.
+        num_target_layers: number of layers in the trunk.
+        draft_vocab_size: number of tokens that can be drafted (R); 0 means V.
         own_embedding: whether the drafter has its own embedding; otherwise it uses the trunk's.
         own_head: whether the drafter has its own head `[D, R]`; otherwise it uses the trunk's.
     """
@@ -71,13 +71,14 @@ class LayersConfig:
         ids, size = self.layer_ids, self.draft_vocab_size
         require(
             bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
-            f"layer_ids {list(ids)} must be distinct and within 0..{layers + 1}: {layers} is the output of the last "
-            f"trunk layer, and {layers + 1} that of the final norm",
+            f"layer_ids {list(ids)} must be distinct and within 0..{layers + 1}, where {layers} is the output of the "
+            f"last trunk layer and {layers + 1} the output of the final norm",
         )
         require(1 <= size <= V, f"draft_vocab_size {size} is not within 1..{V}")
         require(
             self.own_head or size == V,
-            f"draft_vocab_size {size} is below the vocabulary of {V}: the trunk's head has columns for all tokens",
+            f"draft_vocab_size {size} is below the vocabulary size {V}, which requires own_head, because "
+            "the trunk's head has columns for all tokens",
         )
 
     @property
@@ -105,7 +106,7 @@ def init_layers(network: Callable[[Any], nn.Module], config: LayersConfig, key: 
 
 
 def dense_layers(trunk: ModelConfig, **changes: Any) -> ModelConfig:
-    """Returns the config of a new drafter's layers: dense, with the trunk's width and number of attention heads."""
+    """Returns the config of a new drafter's dense layers, with the trunk's width and number of attention heads."""
     D, is_grouped = trunk.hidden_size, trunk.attention == "grouped"
     return ModelConfig(
         vocab_size=trunk.vocab_size,

@@ -1,4 +1,4 @@
-"""Drafters whose modules read the trunk's states and keep KV caches: extend, propose, and the backlog."""
+"""Implements extend, propose and the backlog for drafters whose modules read trunk states and keep KV caches."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -31,9 +31,9 @@ from mtpjax.models.view import TreeSlots, read_rows, write_rows
 
 
 class ModuleSizes(NamedTuple):
-    """Number and sizes of a drafter's modules, which all have the same sizes."""
+    """The number of a drafter's modules, and the sizes that they all share."""
 
-    num_modules: int  # a call runs at most one per draft level, M
+    num_modules: int  # M; a call runs at most one module per draft level
     config: ModelConfig  # sizes of the layers
     kinds: tuple[LayerKind, ...]  # kinds of one module's layers
     state_size: int  # width of the trunk states that `select_states` picks
@@ -47,7 +47,7 @@ class CachedDrafter(BufferedDrafter):
     """
 
     def network(self, decoder: Decoder, weights: Weights) -> DraftNetwork:
-        """Returns the modules, with their parameters."""
+        """Returns the modules with their parameters."""
         raise NotImplementedError
 
     def sizes(self, model: MTPModel) -> ModuleSizes:
@@ -59,10 +59,10 @@ class CachedDrafter(BufferedDrafter):
         return self.sizes(model).num_modules
 
     def num_extend_positions(self, model: MTPModel, num_steps: int) -> int:
-        """Returns how many positions each module processes per round: K + M, at least 1.
+        """Returns the number of positions that each module processes per round (K + M, but at least 1).
 
-        These are the K+1 verified positions and the M-1 positions before them, whose entries were computed from drafted
-        tokens in some module.
+        These are the K+1 verified positions and the M-1 positions before them, for which at least one module computed
+        its entries from drafted tokens.
         """
         return max(num_steps + min(self.sizes(model).num_modules, num_steps), 1)
 
@@ -84,7 +84,7 @@ class CachedDrafter(BufferedDrafter):
         """Makes empty caches and an empty buffer of trunk states."""
         model, spec = decoder.model, decoder.spec
         num_modules, config, kinds, state_size = self.sizes(model)
-        # An adaptive call also buffers the states of rounds of depth 0, which do not run the modules.
+        # An adaptive call also buffers the states from rounds at depth 0, because these do not run the modules.
         buffer_size = self.num_extend_positions(model, spec.num_steps)
         if spec.is_adaptive:
             buffer_size = HIDDEN_BUFFER + spec.num_steps
@@ -129,7 +129,7 @@ class CachedDrafter(BufferedDrafter):
         propose = draft_tree if decoder.spec.topk > 1 else draft_chain
         draft, caches, tokens = propose(decoder, self.network(decoder, weights), state)
         # The extended slots are now final in each module, up to the newest slot whose shifted token is committed. Rows
-        # that are done were not extended: their experts did not run, and their pages may belong to other rows.
+        # that are done keep their length, because their experts did not run and their pages may belong to other rows.
         caches = tuple(
             commit(cache, jnp.where(state.done, cache.length, jnp.maximum(state.length - 1 - index, 0)))
             for index, cache in enumerate(caches)
@@ -159,7 +159,7 @@ class CachedDrafter(BufferedDrafter):
 def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
     """Drafts K tokens and writes them after the committed text.
 
-    Level k <= M extends module k over all hidden states of the buffer at once. Its output at the newest slot gives
+    Level k <= M extends module k over all hidden states in the buffer at once. Its output at the newest slot determines
     draft k, which module k+1 reads as a token. Later levels run module M on its own output, one slot further each time.
 
     Returns:
@@ -181,7 +181,7 @@ def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> 
             if level > K:
                 continue  # a shallow round of an adaptive call only extends the deeper modules
         else:
-            # 2. After the last module: run it again on its own output and the token that it just drafted.
+            # 2. After the last module, run it again on its own output and the token that it just drafted.
             slot = state.length - 2 + level - num_modules
             view = view_pass(state, network.config, slot, spec.min_rows, num_used=1, window=spec.window)
             assert newest is not None
@@ -193,7 +193,7 @@ def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> 
             path = PathTokens(read_rows(tokens, state.length, K), is_before)
         assert output is not None
         scores = network.scores(state, output, index, path, level)
-        # 4. Choose the token: a sample from q if the acceptance rule compares p with q, else the arg-max.
+        # 4. Sample the token from q if the acceptance rule compares p with q; otherwise choose the arg-max.
         draft, q = scores.draft_token()
         probabilities += [] if q is None else [q]
         tokens = write_rows(tokens, draft, state.length + level - 1)
@@ -203,7 +203,7 @@ def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> 
 
 
 def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
-    """Drafts a tree. One pass of the module covers all nodes of a level that have children.
+    """Drafts a tree. At each level, the module runs once over all nodes that have children.
 
     Returns:
         The draft, the module's cache in a list, and the unchanged tokens `[B, L]`.
@@ -213,22 +213,23 @@ def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> t
     B = len(state.tokens)
     base = state.length - 1  # the module's slots from here on hold drafted nodes
     slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
-    # State of the current level: its ancestor mask, each node's token, and the index of its parent in the previous
-    # level.
+    # The state of the current level is its ancestor mask, each node's token, and the index of each node's parent in the
+    # previous level.
     mask = path = tokens = parent = None
 
-    # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
+    # 1. Extend the module over the positions that the last round committed. Its newest output scores the root's
+    # children.
     view = view_pending(decoder, network, state)
     output, chained, _ = extend_and_read(network, caches, 0, None, state, state.tokens, view)
 
     for level in range(1, builder.num_levels + 1):
         if tokens is not None and parent is not None:
-            # 2. Run the module over the nodes that the previous level chose. Each attends to the text, its ancestors
-            # and itself: a node's mask is its parent's, extended by one column per node of this level.
+            # 2. Run the module over the nodes that the previous level chose. Each node attends to the text, its
+            # ancestors and itself, so its mask is its parent's mask plus one column per node of this level.
             num_nodes = tokens.shape[1]
             slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
             mask = extend_ancestor_mask(mask, parent)
-            # The nodes occupy the slots after those of earlier levels, at the position of their depth.
+            # The nodes occupy the slots after the nodes of earlier levels, but all have the position of their depth.
             width = max(num_nodes, spec.min_rows)
             tree = TreeSlots(
                 base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))

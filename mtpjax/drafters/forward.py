@@ -1,4 +1,4 @@
-"""The teacher-forced pass of a trunk and a drafter with its own network: the reference for drafting."""
+"""Runs a trunk and a drafter with its own network in a teacher-forced pass, the reference for drafting."""
 
 import jax
 import jax.numpy as jnp
@@ -26,29 +26,29 @@ def forward_drafter(
     num_depths: int,
     anchors: jax.Array | None = None,
 ) -> DraftOutput:
-    """Runs the trunk's head and the drafter's levels over hidden states of the trunk.
+    """Runs the trunk's head and the drafter's levels over the trunk's hidden states.
 
     Args:
         params: parameters of the trunk and the drafter.
         states: `[B, T, (n + 1) * D]` from `trunk_states`, for the layers that the drafter's architecture reads.
         tokens: `[B, T]` int32 tokens at these positions.
-        segment_ids: `[B, T]` int32 documents; 0 is padding.
+        segment_ids: `[B, T]` int32 document ids; 0 is padding.
         model: the trunk.
         drafter: the drafter.
-        num_depths: levels to run.
-        anchors: `[B, A]` int32 columns of the anchors of a block drafter. The levels then have one row per anchor:
-            level k of the anchor at column a predicts token a+k. None: the anchor of row i is token i+1.
+        num_depths: number of levels to run.
+        anchors: `[B, A]` int32 columns of a block drafter's anchors. Each level then has one row per anchor, and level
+            k of the anchor at column a predicts token a+k. If None, the anchor of row i is token i+1.
 
     Returns:
-        Logits of the trunk and each level, over the R tokens that can be drafted, in the order of the draft ids. The
-        softmax of the trunk's logits is its distribution restricted to these tokens. As in an MTP pass, row i of level
-        k predicts token i+k+1.
+        The logits of the trunk and of each level for the R tokens that can be drafted, in the order of the draft ids.
+        The softmax of the trunk's logits is the trunk's distribution restricted to these tokens. As in an MTP pass, row
+        i of level k predicts token i+k+1.
     """
-    # 1. The trunk: its final state, and its distribution over the tokens that can be drafted.
+    # 1. Compute the trunk's final state, and its distribution over the tokens that can be drafted.
     trunk_head, *heads = draft_heads(params, model=model, drafter=drafter, num_depths=num_depths)
     hidden = bind(model, params)(states[..., -model.config.hidden_size :], method="head_input_hidden")
     logits = multiply_head(hidden, trunk_head)
-    # 2. The drafter.
+    # 2. Run the drafter.
     rows = TextRows(states, hidden, tokens, segment_ids, anchors)
     levels = drafter.levels(params, rows, tuple(heads), model=model, num_levels=num_depths)
     return DraftOutput(logits, hidden, levels.logits, levels.head_input, levels.confidence)
@@ -63,7 +63,7 @@ def forward_with_drafter(
     drafter: TrainedDrafter,
     num_depths: int,
 ) -> DepthsOutput:
-    """Runs trunk and drafter teacher-forced over whole rows; arguments as in `forward_drafter`.
+    """Runs the trunk and the drafter teacher-forced over whole rows, with the arguments of `forward_drafter`.
 
     Returns:
         Logits `[B, T, V]` over the whole vocabulary. The levels' logits are -inf for tokens that cannot be drafted.
@@ -92,7 +92,7 @@ def draft_heads(params: dict, *, model: MTPModel, drafter: TrainedDrafter, num_d
 
 
 def draft_columns(params: dict, vocab_size: int) -> jax.Array | None:
-    """Returns the column of each token `[V]` int32, -1 for tokens that cannot be drafted; None: column j is token j."""
+    """Returns each token's column, `[V]` int32, or -1 if it cannot be drafted; returns None if column j is token j."""
     if (ids := params.get(DRAFT_IDS)) is None:
         return None
     return jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))

@@ -1,4 +1,4 @@
-"""Drafts a chain whose scores need no further network pass, such as from Medusa heads or the slots of a block."""
+"""Drafts chains whose scores need no further network pass, such as those from Medusa heads or a block's slots."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,11 @@ ScoreLevel = Callable[[int, jax.Array, PathTokens | None, Any], tuple[DraftScore
 
 
 def draft_levels(decoder: Decoder, score: ScoreLevel, state: DecodeState, carry: Any = None) -> Draft:
-    """Drafts one token per level (`DraftScores.draft_token`).
+    """Drafts one token per level with `DraftScores.draft_token`.
 
     Args:
-        score: returns the scores of level 1 to K.
-        carry: initial carry, for the first level.
+        score: returns the scores at one level, from 1 to K.
+        carry: the carry that the first level receives.
     """
     tokens, probabilities = [read_rows(state.tokens, state.length - 1, 1)], []
     for level in range(1, decoder.spec.num_steps + 1):

@@ -1,4 +1,4 @@
-"""`DraftMethod` describes one draft method to the rest of the library."""
+"""Defines `DraftMethod`, which describes one draft method to the rest of the library."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # tensor shapes by plain name (`mtpjax.d
 
 
 class Reading(TypedDict, total=False):
-    """Choices for what the files do not specify: the arguments of `mtpjax.load_drafter` with the same names."""
+    """Settings that the files may lack. They are also arguments of `mtpjax.load_drafter`."""
 
     aux_layers: Literal["entered", "output"] | None
     norm_before_residual: bool | None
@@ -40,11 +40,11 @@ READINGS: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DrafterFiles:
-    """The files of a method's drafters: a `config.json`, and tensors in safetensors files.
+    """Describes a method's drafter files, which are a `config.json` and tensors in safetensors files.
 
     Attributes:
-        formats: names of the formats that can be written, the default format first.
-        format_with_ids: format in which training saves a drafter with a draft vocabulary; None: the default format.
+        formats: names of the formats that can be written, with the default format first.
+        format_with_ids: format in which training saves a drafter with a draft vocabulary; None means the default.
         parse: returns the architecture and the format's name, given the content of `config.json`, the tensor shapes,
             the trunk's sizes and the `Reading`.
         specs: lists an architecture's parameters with their tensors in a format, by plain name.
@@ -53,7 +53,7 @@ class DrafterFiles:
         rename: returns a tensor's name in a new file, from its plain name and the format.
         ids: the tensors of a draft vocabulary.
         is_of_speculators: whether the method's name can be a value of `speculators_model_type`.
-        keys: `config.json` keys that identify the method, with their values; None: any value.
+        keys: `config.json` keys that identify the method, with their values; None means any value.
         tensors: plain tensor names that no earlier method in `METHODS` has.
         owners: attributes, besides the method's name, that may hold the drafter and therefore prefix its tensor names.
     """
@@ -73,7 +73,7 @@ class DrafterFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftTraining:
-    """How a method's drafters are created and trained on a frozen trunk.
+    """Describes how a method's drafters are created and trained on a frozen trunk.
 
     Attributes:
         architecture: makes the architecture of a new drafter from the run's `TrainConfig`, the trunk's config and the
@@ -96,7 +96,7 @@ class DraftTraining:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DraftMethod:
-    """One draft method. A new method needs a folder with its drafter and its `DraftMethod`, and a row in `METHODS`.
+    """A draft method. A new method needs a folder with its drafter and its `DraftMethod`, and an entry in `METHODS`.
 
     Every command accepts a user-defined `DraftMethod` as `package.module:RECORD`.
 
@@ -104,12 +104,12 @@ class DraftMethod:
         name: name in settings, such as "eagle3".
         title: name in messages and tables, such as "EAGLE-3".
         drafter: the drafter class. Its `limits` list what the method does not support.
-        algorithms: SGLang's values of `--speculative-algorithm`, the usual value first.
-        from_settings: makes the drafter from the settings of a call; None: drafters are read from files.
-        default_levels: draft levels without `--num-steps`; 0: all levels of the drafter.
+        algorithms: SGLang's values for `--speculative-algorithm`, with the usual value first.
+        from_settings: makes the drafter from the settings of a call; None if drafters are read from files.
+        default_levels: number of draft levels without `--num-steps`; 0 means all levels of the drafter.
         is_of_model: whether the drafter is the model's MTP modules, which are loaded, saved and trained with the model.
-        files: the files of drafters; None: drafters have no separate files.
-        training: how drafters are trained on a frozen trunk; None: not supported.
+        files: the drafters' files; None if drafters have no separate files.
+        training: how drafters are trained on a frozen trunk; None if this is not supported.
     """
 
     name: str
@@ -134,5 +134,5 @@ class DraftMethod:
         return self.drafter.limits
 
     def for_architecture(self, architecture: DraftArchitecture) -> Any:
-        """Returns the drafter for an architecture, a `mtpjax.drafters.trained.TrainedDrafter`."""
+        """Returns the `mtpjax.drafters.trained.TrainedDrafter` for an architecture."""
         return self.drafter(architecture=architecture)  # pyright: ignore[reportCallIssue]

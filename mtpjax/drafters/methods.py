@@ -1,4 +1,4 @@
-"""All draft methods: find a method by name or drafter, and load and save drafters."""
+"""Lists all draft methods, finds a method by name or drafter, and loads and saves drafters."""
 
 from typing import Any, Literal
 
@@ -92,27 +92,27 @@ def load_drafter(
     safetensors or a `.pt` file, which is never unpickled. Tensor names may have prefixes from training programs.
 
     Args:
-        path: the drafter's directory, the run folder that trained it, or a Hugging Face Hub repository (extra `hub`).
+        path: the drafter's directory, the folder of its training run, or a Hugging Face Hub repository (extra `hub`).
         model: the trunk that the drafter is for.
-        dtype: dtype to cast the parameters to. None: as in the files.
-        aux_layers: what the layer list of an EAGLE-3 file means: the states that enter these layers ("entered") or
-            their outputs ("output"). None: "entered" for speculators' files, and an error for ambiguous SpecForge
-            files.
+        dtype: dtype to cast the parameters to. None keeps the dtypes in the files.
+        aux_layers: whether the layer list of an EAGLE-3 file means the states that enter these layers ("entered") or
+            their outputs ("output"). None means "entered" for speculators' files, and raises an error for ambiguous
+            SpecForge files.
         norm_before_residual: value of this EAGLE-3 setting, for a speculators file that does not specify it.
         sample_from_anchor: whether the first slot of a DFlash block also drafts, for a file that does not specify it.
-            None: True for DeepSpec's files, False for others.
-        last_layer_state: for a file that does not specify it, whether a drafter that reads the last trunk layer reads
-            the state before or after the final norm. None: after it for z-lab's and DeepSpec's files, before it for
-            others, with a warning.
-        method: the drafter's method or its name, such as "eagle3", or "package.module:RECORD" of a user-defined method.
-            None: detected from the files.
+            None means True for DeepSpec's files and False for others.
+        last_layer_state: whether a drafter that reads the last trunk layer reads its state before or after the final
+            norm, for a file that does not specify it. None means after the norm for z-lab's and DeepSpec's files and
+            before it for others, and logs a warning.
+        method: the drafter's method or its name, such as "eagle3", or "package.module:RECORD" for a user-defined
+            method. None detects the method from the files.
 
     Returns:
         `(drafter, draft_params)`, for `DecodeConfig(drafter=drafter)` and `speculative_generate(draft_params=...)`.
 
     Raises:
-        CheckpointError: the files are damaged or not supported, or they are ambiguous and no argument resolves it.
-        ValueError: the drafter is for a trunk of different sizes.
+        CheckpointError: the files are damaged or not supported, or no argument resolves their ambiguity.
+        ValueError: the drafter is for a trunk with different sizes.
 
     Example:
         >>> import tempfile
@@ -172,9 +172,9 @@ def save_drafter(
         draft_params: its parameters.
         like: directory that the drafter was loaded from. Its `config.json`, other files, and tensor names, order and
             dtypes are kept, so an unchanged drafter gives the same bytes.
-        format: without `like`: "specforge" or "speculators" for EAGLE-3, "medusa" or "vllm" for Medusa, "z-lab" or
-            "speculators" for DFlash, "deepspec" or "speculators" for DSpark. None: "speculators" for EAGLE-3, because
-            its layer ids are unambiguous, and the authors' format for other methods.
+        format: format to write without `like`: "specforge" or "speculators" for EAGLE-3, "medusa" or "vllm" for Medusa,
+            "z-lab" or "speculators" for DFlash, "deepspec" or "speculators" for DSpark. None means "speculators" for
+            EAGLE-3, because its layer ids are unambiguous there, and the authors' format for other methods.
         method: the drafter's method, if it is user-defined.
 
     Returns:

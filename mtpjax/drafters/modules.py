@@ -1,4 +1,4 @@
-"""The modules of a draft network: their interface, their state, and draft extend, the pass over committed text.
+"""Defines the interface and state of a draft network's modules, and draft extend, the pass over committed text.
 
 At slot i, module k (0-based) reads the trunk's hidden state at position i (or the previous module's output) and the
 token at position i+k+1. Its cache matches a teacher-forced prefill up to the last slot whose inputs are all committed.
@@ -22,16 +22,16 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.view import Entries, View, read_rows, write_rows
 
-# Rounds of depth 0 in an adaptive call do not run the modules. They store at most this number of hidden states per row.
+# In an adaptive call, rounds of depth 0 do not run the modules, but store up to this many hidden states per row.
 HIDDEN_BUFFER = 32
 # A long backlog is processed in passes of this width.
 EXTEND_CHUNK = HIDDEN_BUFFER // 2
 
 
 class ModulesState(flax.struct.PyTreeNode):
-    """State of a drafter with M modules: M caches, and the trunk states that not all modules have processed yet."""
+    """A drafter's state, with a cache per module and the trunk states that not all modules have processed yet."""
 
-    caches: tuple[Cache, ...]  # one per module; length: slots that match a teacher-forced prefill
+    caches: tuple[Cache, ...]  # one per module; `length` counts the slots that match a teacher-forced prefill
     hidden: jax.Array  # [B, E, D] trunk states that the modules read, from position hidden_start on
     hidden_start: jax.Array  # [B] int32
 
@@ -68,18 +68,18 @@ class DraftNetwork(Protocol):
     def scores(
         self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
-        """Returns the scores of the tokens after each row of `output [B, f, D]`; arguments as in `DraftScores`."""
+        """Scores the tokens after each row of `output [B, f, D]`; see `DraftScores` for the arguments."""
         ...
 
 
 def num_pending(state: DecodeState) -> jax.Array:
-    """Counts `[B]` committed positions whose entries in some module are not final; 0 for rows that are done."""
+    """Counts the committed positions `[B]` that lack a final entry in some module; 0 for rows that are done."""
     return jnp.where(state.done, 0, state.length - 1 - state.drafter.hidden_start)
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferedDrafter(Drafter):
-    """Base class for drafters whose state is a `ModulesState`: caches, and trunk states that are not in them yet."""
+    """Base class for drafters with a `ModulesState`, which has caches and the trunk states that are not in them yet."""
 
     def num_extended(self, draft_state: ModulesState) -> jax.Array:
         """Returns the number of slots `[B]` that match a prefill in every module; the last module has the fewest."""
@@ -88,24 +88,24 @@ class BufferedDrafter(Drafter):
     def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> ModulesState:
         """Keeps the hidden states that the modules process next; see `Drafter.commit`.
 
-        After a round with drafts these are the new states and the M-1 states before them, whose slots hold entries from
-        drafted tokens. After a round of depth 0 the new state is appended to the backlog.
+        After a round with drafts, these are the new states and the M-1 states before them, because those slots hold
+        entries from drafted tokens. After a round of depth 0, the new state is appended to the backlog.
         """
         drafter_state = state.drafter
         E, num_modules = drafter_state.hidden.shape[1], len(drafter_state.caches)
         new_start = state.length - 1  # position of states[:, 0], the pending token
-        # 1. One module: drafting has made all earlier slots final, so the new states replace the buffer.
+        # 1. With one module, drafting has made all earlier slots final, so the new states replace the buffer.
         if decoder.spec.num_steps and num_modules == 1:
             hidden = jnp.pad(states, ((0, 0), (0, E - states.shape[1]), (0, 0)))
             return drafter_state.replace(hidden=hidden, hidden_start=new_start)
-        # 2. Depth 0: the modules did not run, so the new state is appended to the backlog.
+        # 2. At depth 0, the modules did not run, so the new state is appended to the backlog.
         if not decoder.spec.num_steps:
             slot = jnp.minimum(new_start - drafter_state.hidden_start, E - 1)
             return drafter_state.replace(hidden=write_rows(drafter_state.hidden, states, slot))
-        # 3. Several modules: also keep the M-1 states before the new ones.
+        # 3. With several modules, also keep the M-1 states before the new ones.
         start = jnp.maximum(state.length - num_modules, 0)
         position = start[:, None] + jnp.arange(E)[None, :]
-        # Row by row: a position before the pending token comes from the old buffer, any other from this round.
+        # Take the states before the pending token from the old buffer, and the others from this round.
         candidates = jnp.concatenate([drafter_state.hidden, states], axis=1)
         old = position - drafter_state.hidden_start[:, None]
         new = position - new_start[:, None] + E
@@ -118,7 +118,7 @@ class BufferedDrafter(Drafter):
         """Returns whether a round of this depth can follow; see `Drafter.backlog_fits`.
 
         A round of depth 0 needs a free slot in the buffer. A round with drafts must process the whole backlog in its
-        one pass over depth + M positions.
+        single pass over depth + M positions.
         """
         drafter_state = state.drafter
         max_backlog = jnp.where(depth == 0, drafter_state.hidden.shape[1] - 1, depth + len(drafter_state.caches))
@@ -149,7 +149,7 @@ def extend_module(
     """
     # A chained module reads the previous module's output; others read the trunk (`mtp_chaining`).
     source = hidden if network.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
-    # Slot i reads the token of position i + index + 1. After the committed text these are drafts, or garbage.
+    # Slot i reads the token at position i + index + 1. The tokens after the committed text are drafts or garbage.
     shifted = read_rows(tokens, start + index + 1, hidden.shape[1])
     view = of_drafter(view, shift=index + 1)
     output, chained, layers = network.run(index, source, shifted, view, caches[index].layers)
@@ -158,7 +158,7 @@ def extend_module(
 
 
 def of_drafter(view: View, shift: int = 0) -> View:
-    """Marks a view as belonging to a drafter's cache, whose entries are shifted within the pages."""
+    """Marks a view as belonging to a drafter's cache, in which entries are shifted within the pages."""
     return view.replace(storage=view.storage.of_drafter(shift))
 
 
@@ -188,11 +188,11 @@ def extend_modules(
 
 
 def extend_backlog(decoder: Decoder, network: DraftNetwork, state: DecodeState, num_positions: int) -> DecodeState:
-    """Runs the modules over the oldest positions of the backlog and drops finished positions from the buffer."""
+    """Runs the modules over the oldest positions in the backlog, and drops finished positions from the buffer."""
     drafter_state = state.drafter
     hidden, start = drafter_state.hidden[:, :num_positions], drafter_state.hidden_start
     caches = extend_modules(decoder, network, state, hidden, start, num_pending(state))
-    # The newest M positions stay in the buffer: their shifted input tokens are not all committed.
+    # The newest M positions stay in the buffer, because their shifted input tokens are not all committed.
     processed = jnp.clip(num_pending(state) - len(caches), 0, num_positions)
     # Move the rest of the buffer to its front.
     E = drafter_state.hidden.shape[1]
@@ -225,15 +225,15 @@ def extend_and_read(
         view: from `view_pending`.
 
     Returns:
-        The outputs at the newest committed slot, for the head and for the next level, `[B, 1, D]` each; and all outputs
+        The outputs at the newest committed slot for the head and for the next level, each `[B, 1, D]`, and all outputs
         for the next module, `[B, K + M, D]`.
     """
     drafter_state, num_positions = state.drafter, view.mask.shape[1]
     hidden = network.input_hidden(drafter_state.hidden[:, :num_positions])
     start = drafter_state.hidden_start
     output, chained = extend_module(network, caches, index, hidden, chained_hidden, tokens, start, view)
-    # The newest slot is length - 2: position length - 1 is pending, so the trunk has no hidden state for it. A row that
-    # is done may have stopped within the buffer, so the index is clipped.
+    # The newest slot is length - 2, because position length - 1 is pending and the trunk has no hidden state for it. A
+    # row that is done may have stopped within the buffer, so the index is clipped.
     newest = jnp.clip(state.length - 2 - start, 0, num_positions - 1)
     return read_rows(output, newest, 1), read_rows(chained, newest, 1), chained
 
@@ -243,8 +243,8 @@ def run_over_drafts(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs module `index` over drafted tokens `[B, f]`, padded to the width of the view (at least f).
 
-    `chained_hidden [B, f, D]` are the module outputs that the tokens were drafted from. Replaces the module's cache in
-    the list; returns the outputs for the head and for the next level, both `[B, f, D]`.
+    `chained_hidden [B, f, D]` are the module outputs from which the tokens were drafted. Replaces the module's cache in
+    the list, and returns the outputs for the head and for the next level, both `[B, f, D]`.
     """
     f, width = tokens.shape[1], view.mask.shape[1]
     view = of_drafter(view, shift=index + 1)

@@ -1,4 +1,4 @@
-"""Token scores of draft networks, from the trunk's head, a reduced head (FR-Spec, 2502.14856) or the drafter's.
+"""Scores tokens for draft networks with the trunk's head, a reduced head (FR-Spec, 2502.14856) or their own head.
 
 Verification always uses the full vocabulary, so a reduced vocabulary changes the acceptance rate but not the text.
 """
@@ -25,18 +25,18 @@ class ReducedHead(flax.struct.PyTreeNode):
 
     matrices: tuple[jax.Array, ...]  # [D, R] per module, or one shared matrix
     ids: jax.Array  # [R] int32, token of each column
-    column: jax.Array  # [V] int32, column of each token, -1 for tokens that cannot be drafted
+    column: jax.Array  # [V] int32, column of each token, or -1 if it cannot be drafted
 
 
 class PreparedDrafter(flax.struct.PyTreeNode):
     """The parameters that a round reads, for a drafter with modules or its own network."""
 
     network: dict[str, Any]  # for MTP modules, including what they share with the trunk
-    head: ReducedHead | None  # None: the trunk's head
+    head: ReducedHead | None  # None means the trunk's head
 
 
 def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel) -> ReducedHead:
-    """Gathers every module's head columns of a reduced vocabulary, `ids [R]` ascending, once per call."""
+    """Gathers every module's head columns for a reduced vocabulary, once per call; `ids [R]` are in ascending order."""
     # Modules with their own heads each get a matrix; otherwise all share one.
     config = model.config
     indices = range(config.num_mtp_modules) if config.mtp_own_head else [None]
@@ -54,8 +54,8 @@ def own_head(params: dict, matrices: tuple[jax.Array, ...], ids: jax.Array | Non
     """Makes the head of a drafter with its own output matrices, in the model's dtype.
 
     Args:
-        matrices: `[D, R]` one shared by all modules, or one per module.
-        ids: `[R]` int32 token of each column; None: column j is token j.
+        matrices: `[D, R]` matrices, either one that all modules share or one per module.
+        ids: `[R]` int32 token of each column; None if column j is token j.
 
     Raises:
         ValueError: the numbers of ids and columns differ.
@@ -69,7 +69,7 @@ def own_head(params: dict, matrices: tuple[jax.Array, ...], ids: jax.Array | Non
 
 
 def _columns(ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Inverts `ids [R]` to each token's column `[V]`, used to scatter reduced logits over the vocabulary."""
+    """Inverts `ids [R]` to the column of each token `[V]`, which scatters reduced logits over the vocabulary."""
     return jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
 
 
@@ -78,10 +78,10 @@ class DraftScores:
     """Scores of the children of f draft nodes at one level. Computes all logits or only the best tokens, on demand.
 
     Attributes:
-        decoder: the decoder; `spec.min_rows` is the minimum number of rows of a pass through the head.
+        decoder: the decoder; `spec.min_rows` is the minimum number of rows in a pass through the head.
         params: model parameters, with the full head.
-        state: the rows.
-        head: the reduced head; None: the full head.
+        state: the decoding state of the rows.
+        head: the reduced head; None means the full head.
         hidden: `[B, f, D]` a module's output, after its norm.
         index: the module.
         path: drafted tokens before each node's children, for penalties.
@@ -113,7 +113,7 @@ class DraftScores:
             reduced_logits, column = logits, self.vocabulary.own(head.column)
             is_draftable = (column >= 0)[None, None, :]
             logits = jnp.where(is_draftable, jnp.take(reduced_logits, jnp.maximum(column, 0), axis=-1), -jnp.inf)
-        # 2. Apply the request's penalties and bans, exactly as verification does: `num_new` is the number of new tokens
+        # 2. Apply the request's penalties and bans exactly as verification does. `num_new` is the number of new tokens
         # before the children.
         num_new = state.length - state.settings.prompt_length + self.level - 1
         num_new = jnp.broadcast_to(num_new[:, None], logits.shape[:2])
@@ -140,7 +140,7 @@ class DraftScores:
         return values[:, :f], tokens[:, :f], logsumexp[:, :f]
 
     def draft_token(self) -> tuple[jax.Array, jax.Array | None]:
-        """Drafts a token after each node: sampled from q if the acceptance rule compares p with q, else the arg-max.
+        """Drafts a token after each node by sampling from q if the acceptance rule compares p with q, else by arg-max.
 
         Returns:
             The tokens `[B, f]`, and q `[B, f, V]` if they are sampled.
@@ -149,7 +149,7 @@ class DraftScores:
         if self.decoder.spec.is_ratio_rule:
             logits, vocabulary = self.logits(), self.vocabulary
             q = distribution(logits, sampling, vocabulary)
-            # Drafts use separate noise, which the draws for acceptance and for the bonus token must not depend on.
+            # Drafts use separate noise, because the draws for acceptance and the bonus token must not depend on it.
             V, node = logits.shape[-1], jnp.array([self.level])
             noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
             return draw(q, noise, vocabulary), q

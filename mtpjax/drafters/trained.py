@@ -1,7 +1,7 @@
 """Drafters with their own network, which is read from files or trained on the frozen trunk.
 
-A parameter tree for trunk and drafter has the network at `DRAFTER`. If the drafter cannot draft all tokens, `DRAFT_IDS`
-holds the token id of each head column.
+A parameter tree for trunk and drafter contains the network under `DRAFTER`. If the drafter cannot draft all tokens, the
+tree also contains the token id of each head column under `DRAFT_IDS`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class DraftParams(flax.struct.PyTreeNode):
     """Parameters of a drafter with its own network."""
 
     network: dict[str, Any]
-    draft_ids: jax.Array | None = None  # [R] int32 token id of each head column; None: column j is token j
+    draft_ids: jax.Array | None = None  # [R] int32 token id of each head column; None if column j is token j
 
     @classmethod
     def of(cls, params: dict) -> "DraftParams":
@@ -38,13 +38,13 @@ class DraftParams(flax.struct.PyTreeNode):
 
 
 class TextRows(flax.struct.PyTreeNode):
-    """Rows of true tokens with the trunk's states: the input of a teacher-forced pass."""
+    """Rows of true tokens and the trunk's states, as input to a teacher-forced pass."""
 
     states: jax.Array  # [B, T, (n + 1) * D] input states of the n layers that the drafter reads, and the final states
     hidden: jax.Array  # [B, T, D] the final states after the final norm
     tokens: jax.Array  # [B, T] int32
-    segment_ids: jax.Array  # [B, T] int32 documents; 0 is padding
-    anchors: jax.Array | None = None  # [B, A] int32 positions of the block anchors; None: every position
+    segment_ids: jax.Array  # [B, T] int32 document ids; 0 is padding
+    anchors: jax.Array | None = None  # [B, A] int32 positions of the block anchors; None means every position
 
     @property
     def features(self) -> jax.Array:
@@ -65,7 +65,7 @@ class TrainedDrafter(Drafter):
     """A drafter with its own network. A subclass implements drafting, and the same levels in a teacher-forced pass.
 
     Attributes:
-        architecture: the network, and the trunk states that it reads: a `DraftArchitecture`.
+        architecture: a `DraftArchitecture`, which describes the network and the trunk states that it reads.
         title: the method's name in messages.
         draws_anchors: whether training runs the levels after random positions instead of every position.
     """
@@ -86,7 +86,7 @@ class TrainedDrafter(Drafter):
 
     @property
     def max_levels(self) -> int | None:
-        """Maximum number of draft levels; None: no limit."""
+        """Maximum number of draft levels; None means no limit."""
         return None
 
     @property
@@ -101,16 +101,16 @@ class TrainedDrafter(Drafter):
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """Names of the output matrices: one per level, or one for all. The trunk's head replaces missing matrices."""
+        """Names of the output matrices, one per level or one for all. The trunk's head replaces missing matrices."""
         return ("head",)
 
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
-        """Returns the heads `[D, R]` of the levels: one per level, or a single shared head.
+        """Returns the levels' heads `[D, R]`, either one per level or a single shared head.
 
         Args:
             network: the drafter's parameters.
             trunk_head: `[D, V]`, for levels without their own head.
-            num_levels: levels to run.
+            num_levels: number of levels to run.
         """
         return tuple(network.get(name, trunk_head) for name in self.head_names[:num_levels])
 
@@ -129,14 +129,14 @@ class TrainedDrafter(Drafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs the levels that decoding drafts, teacher-forced: the reference for `propose`.
+        """Runs the draft levels in a teacher-forced pass, the reference for `propose`.
 
         Args:
             params: parameters of trunk and drafter.
             rows: the text.
             heads: from `heads`.
             model: the trunk.
-            num_levels: levels to run, at most `max_levels`.
+            num_levels: number of levels to run, at most `max_levels`.
 
         Returns:
             The outputs of every level.
@@ -164,12 +164,12 @@ class TrainedDrafter(Drafter):
             )
 
     def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
-        """Raises `ValueError`: the drafter's parameters are not part of the model's."""
+        """Raises `ValueError`, because the drafter's parameters are not part of the model's parameters."""
         raise ValueError(f"{type(self).__name__} needs draft_params: pass the second result of mtpjax.load_drafter")
 
 
 def embedding_table(params: dict, architecture: Any, model: MTPModel) -> jax.Array:
-    """Returns the embedding `[V, D]` that a drafter's network reads: the drafter's, or the trunk's."""
+    """Returns the embedding `[V, D]` that a drafter's network reads, either the drafter's own or the trunk's."""
     table = params[DRAFTER]["embedding"] if architecture.own_embedding else params["embedding"]
     return table if model.dtype is None else table.astype(model.dtype)
 
@@ -182,9 +182,9 @@ def embed(architecture: Any, decoder: Decoder, weights: Weights, tokens: jax.Arr
 
 
 def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Returns the ids below `num_layers`: layers whose input states the trunk must return (`Drafter.layer_ids`).
+    """Returns the ids below `num_layers`. The trunk must return the input states of these layers (`Drafter.layer_ids`).
 
-    The ids `num_layers` and `num_layers + 1` of an architecture are outputs of the last layer and of the final norm.
+    An architecture's ids `num_layers` and `num_layers + 1` mean the outputs of the last layer and the final norm.
     """
     return tuple(layer for layer in layer_ids if layer < num_layers)
 
@@ -200,7 +200,7 @@ def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
     """Raises `ValueError` if a mesh axis splits the trunk's width or heads, which only MTP modules support.
 
     Args:
-        sizes: sizes of the mesh axes by name; None: the mesh of the call being traced.
+        sizes: sizes of the mesh axes by name; None means the mesh of the call that is being traced.
     """
     for axis in ("tensor", "expert"):
         count = num_shards(axis) if sizes is None else sizes.get(axis, 1)

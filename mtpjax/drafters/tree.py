@@ -15,11 +15,11 @@ from mtpjax.models.vocabulary import Vocabulary
 
 
 def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array:
-    """Computes which drafted nodes each node of a new level attends to: its ancestors and itself.
+    """Computes the mask that lets each node of a new level attend to its ancestors and itself.
 
     Args:
         mask: `[B, f, n]` bool, the previous level's mask; None for the first level.
-        parent: `[B, g]` int32, each new node's parent among the f nodes.
+        parent: `[B, g]` int32, the index of each new node's parent among the f nodes.
 
     Returns:
         `[B, g, n + g]` bool, with a column per node of the new level.
@@ -32,10 +32,10 @@ def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array
 
 
 class DynamicTreeBuilder:
-    """A tree of the most likely nodes, for rules that accept any tree.
+    """Builds a tree of the most likely nodes, for rules that accept any tree.
 
     A node's score is the product of the draft probabilities on its path (EAGLE-2, 2406.16858). Every level expands its
-    topk best nodes; at the end the best nodes of all levels form the tree.
+    topk best nodes. At the end, the best nodes of all levels form the tree.
     """
 
     def __init__(self, state: DecodeState, spec: DecodeSpec):
@@ -52,7 +52,7 @@ class DynamicTreeBuilder:
             scores: scores of the children.
 
         Returns:
-            The nodes to expand next: their tokens and their parents' indices in the previous level, `[B, topk]` each.
+            The tokens of the nodes to expand next, and their parents' indices in the previous level, both `[B, topk]`.
         """
         if self.spec.is_greedy and not self.state.settings.sampling.changes_logits:
             # Every row is at temperature 0 and nothing changes the logits, so the kernel finds the best tokens without
@@ -76,7 +76,7 @@ class DynamicTreeBuilder:
 
 
 class FixedTreeBuilder:
-    """A tree of fixed shape. Each node's children are drawn without replacement.
+    """Builds a tree of fixed shape, in which each node's children are drawn without replacement.
 
     Rules that compare p with q stay exact only if the shape does not depend on the drawn tokens.
     """
@@ -97,15 +97,15 @@ class FixedTreeBuilder:
             scores: scores of the children.
 
         Returns:
-            The drawn nodes that have children themselves: tokens `[B, f]` (None at the last level) and their parents'
-            indices in the previous level.
+            The tokens `[B, f]` of the drawn nodes that will have children (None at the last level), and the indices of
+            their parents in the previous level.
         """
         nodes, state = self.inner[level - 1], self.state
         sampling = state.settings.sampling
         logits, vocabulary = scores.logits(), scores.vocabulary
         B, _, V = logits.shape
-        # The k largest of log q + Gumbel noise are k draws without replacement (Kool et al., 1903.06059). Rows at
-        # temperature 0 get no noise, so they take the k best.
+        # The k largest values of log q + Gumbel noise are k draws without replacement (Kool et al., 1903.06059). Rows
+        # at temperature 0 get no noise, so their draws are the k best tokens.
         is_greedy = (sampling.temperature == 0)[:, None, None]
         probabilities = jnp.where(
             is_greedy, softmax_at_temperature(logits, state, vocabulary), distribution(logits, sampling, vocabulary)
@@ -131,7 +131,7 @@ class FixedTreeBuilder:
         return tokens, jnp.broadcast_to(jnp.array(parent, jnp.int32), tokens.shape)
 
     def draft(self) -> Draft:
-        """Returns the tree with the distribution that each node's children were drawn from."""
+        """Returns the tree with the distributions from which each node's children were drawn."""
         W, B = len(self.shape.parents), len(self.state.length)
         # Reorder q from the order of drawing to node order. Leaves have no children and no q; rules do not read their
         # rows.
@@ -149,12 +149,12 @@ class FixedTreeBuilder:
 
 
 def tree_builder(state: DecodeState, spec: DecodeSpec) -> DynamicTreeBuilder | FixedTreeBuilder:
-    """Returns the builder of a call's trees."""
+    """Returns the builder for a call's trees."""
     return FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
 
 
 def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vocabulary) -> jax.Array:
-    """Computes the distribution that ranks candidates: the softmax without top-k, top-p or min-p.
+    """Computes the distribution that ranks candidates, the softmax without top-k, top-p or min-p.
 
     Args:
         logits: `[B, f, V]` adjusted logits.

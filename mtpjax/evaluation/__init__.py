@@ -1,1 +1,1 @@
-"""Measures models: acceptance, round costs, self-check."""
+"""Measures acceptance and round costs, and checks that loaded models draft as they did in training."""

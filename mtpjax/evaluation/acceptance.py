@@ -1,4 +1,4 @@
-"""Measures acceptance on given prompts: decodes them plainly and with drafts, and runs a teacher-forced pass.
+"""Measures acceptance on given prompts with plain decoding, decoding with drafts, and a teacher-forced pass.
 
 This module returns counts per prompt. `mtpjax.evaluation.metrics` turns them into rates and accept lengths, as it does
 for the counts from `mtpjax ablate` and `merge-mtp --check`.
@@ -33,20 +33,20 @@ def measure_acceptance(
 ) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
 
-    A drafter with its own parameters that is not a `TrainedDrafter` has no teacher-forced pass: its sums are 0 and its
-    predictions are nan.
+    If a drafter has parameters but is not a `TrainedDrafter`, there is no teacher-forced pass, so the sums are 0 and
+    the predictions are nan.
 
     Args:
         params: parameters of `model` with unrolled layers.
         prompts: P token lists.
-        config: decoding settings with `num_steps` of at least 1.
+        config: decoding settings; `num_steps` must be at least 1.
         temperature: one temperature for all prompts, or one per prompt.
         seed: random seed for the first prompt; the seed increases by 1 per prompt.
         batch_size: number of prompts decoded together.
         draft_params: parameters of `config.drafter`, if it has its own (`mtpjax.load_drafter`).
 
     Returns:
-        The counts of every prompt.
+        The counts for each prompt.
 
     Raises:
         ValueError: the config has no draft levels, the batch size or a temperature is out of range, or decoding rejects
@@ -83,8 +83,9 @@ def _measure_batch(
     config: DecodeConfig,
     draft_params: Any,
 ) -> AcceptanceCounts:
-    # The last round's drafts may extend up to K tokens past the end of the text. Plain decoding continues that far, so
-    # that the prediction can compare them. At the model's maximum length, predicted drafts end with the text.
+    # The last round's drafts may extend up to K tokens past the end of the text. Plain decoding therefore continues K
+    # tokens further, so that the prediction can compare these drafts too. At the model's maximum length, predicted
+    # drafts end with the text.
     longest = model.config.max_position_embeddings
     extended_config = dataclasses.replace(
         config,
@@ -97,11 +98,11 @@ def _measure_batch(
     rows = list(prompts)
     extended = generate(params, rows, model=model, config=extended_config, **sampling).rows()
     plain = [_cut_at_end(text, config, len(row), model) for row, text in zip(rows, extended, strict=True)]
-    # 2. Decode with drafts and the same seeds, and check that the text is the same.
+    # 2. Decode with drafts and the same seeds, and check that the texts are the same.
     drafted: dict[str, Any] = {"model": model, "config": config, "draft_params": draft_params}
     result = speculative_generate(params, rows, **drafted, **sampling)
     is_identical = equals_plain_decoding(params, rows, result.rows(), plain, model=model, config=config, **sampling)
-    # 3. Run one teacher-forced pass over the plain texts, for the rates at every position and the predictions.
+    # 3. Run one teacher-forced pass over the plain texts, which gives the rates at every position and the predictions.
     if draft_params is None or isinstance(draft_params, DraftParams):
         num_new = np.array([len(text) for text in plain])
         forced = count_teacher_forced(params, rows, num_new, extended, temperatures=temperatures, **drafted)
@@ -133,11 +134,11 @@ def equals_plain_decoding(
     config: DecodeConfig,
     **sampling_kwargs,
 ) -> np.ndarray:
-    """Checks whether texts decoded with drafts equal the texts of plain decoding.
+    """Checks, for each prompt, whether decoding with drafts and plain decoding return the same text.
 
-    Below float32, matmuls round differently at different batch widths, so near-tied logits can flip. If texts differ,
-    they are compared again with plain decoding in passes that are as wide as verification. This second comparison is
-    reliable for a fixed depth; with an adaptive depth, rounds have several widths, unless `config.min_rows` is the
+    Below float32, matmuls round differently at different batch widths, so near-tied logits can flip. Texts that differ
+    are therefore compared once more, with plain decoding at the width of verification. This second comparison is
+    reliable at a fixed depth; with adaptive depth, the width varies between rounds unless `config.min_rows` is the
     width of the deepest round. The states that linear attention replays may also differ in the last bit.
 
     Args:

@@ -1,11 +1,11 @@
 """Compiles a model's decoding call for H100s or TPUs from shapes alone, and reports memory, collectives and kernels.
 
-Nothing runs, and no such device is needed; `h100_devices` and `tpu_devices` in `mtpjax.compat` say what is needed.
+Nothing runs, so no H100 or TPU is needed; `h100_devices` and `tpu_devices` in `mtpjax.compat` list the requirements.
 
 Several functions here and in `mtpjax.evaluation.plan` share these arguments: `params` are shapes, as returned by
 `stored_shapes`; `sizes` are the sizes of the mesh axes by name; `rows` is the batch size, `slots` the number of cache
 slots per row, and `num_steps` the number of draft levels. `prefill_chunk` is the number of tokens per row in a prefill
-pass; None: the number that `speculative_generate` chooses for prompts that fill half the slots.
+pass; by default, it is the number that `speculative_generate` chooses for prompts that fill half the slots.
 """
 
 import collections
@@ -49,7 +49,7 @@ class Compiled:
         arguments: bytes of weights and state per device.
         temp: bytes of temporary memory per device.
         collectives: number of occurrences of each (operation, shapes, location in the program).
-        kernels: number of Triton calls in the module.
+        kernels: number of Triton calls in the compiled module.
         seconds: CPU seconds that compilation took.
         text: the compiled module.
     """
@@ -66,8 +66,8 @@ def stored_shapes(config: ModelConfig, *, has_fp8: bool) -> dict:
     """Returns the shapes and dtypes of a model's parameters in a published checkpoint.
 
     Args:
-        has_fp8: the matrices are fp8 with a scale for each 128 x 128 block, as DeepSeek-V3 stores them. Embedding, head
-            and the rest are bfloat16 in any case.
+        has_fp8: store the matrices in fp8 with one scale per 128 x 128 block, as DeepSeek-V3 does. The embedding, the
+            head and all other parameters are bfloat16 in any case.
 
     Returns:
         A tree of `jax.ShapeDtypeStruct` and `BlockScaled`.
@@ -80,7 +80,7 @@ def _as_stored(path, leaf, *, has_fp8: bool):
     name = path_name(path)
     if not has_fp8 or leaf.ndim < 2 or not FP8_PLACES.search(name):
         return leaf.astype(jnp.bfloat16)
-    # The input axis is the first one, or the one after the expert axis.
+    # The input axis is the first one, except in stacks of experts, where it follows the expert axis.
     is_stack = re.search(r"experts/(gate_up|down)$", name) is not None
     axis = (1 if is_stack else 0) - leaf.ndim
     shape = list(leaf.shape)
@@ -108,14 +108,14 @@ def call_shapes(
         )
         return align_blocks(params, fitted, sizes), state
 
-    # Shapes only: `eval_shape` allocates nothing.
+    # `eval_shape` computes only shapes and allocates nothing.
     return fitted, *jax.eval_shape(make, params)
 
 
 def bytes_of_shards(
     tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_state: bool = False
 ) -> Iterator[tuple[str, tuple, float]]:
-    """Yields path, global shape and bytes per device of each parameter, or of each array in a decoding state."""
+    """Yields the path, global shape and bytes per device of each parameter, or of each array in a decoding state."""
     specs = part_specs(tree, config, sizes, is_state=is_state)
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
@@ -123,7 +123,7 @@ def bytes_of_shards(
 
 
 def h100_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh of H100s, which this machine need not have; raises `RuntimeError` if the CUDA plug-in is missing."""
+    """Makes a mesh of H100s, even on a machine without them; raises `RuntimeError` if the CUDA plug-in is missing."""
     return compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
 
 

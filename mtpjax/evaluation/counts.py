@@ -1,4 +1,4 @@
-"""Counts of drafts per prompt, from which `mtpjax.evaluation.metrics` computes rates and accept lengths."""
+"""Draft counts per prompt, from which `mtpjax.evaluation.metrics` computes rates and accept lengths."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,12 +33,12 @@ class TeacherForcedSums(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """Predicted counts of decoding, `[P, K]` float64; nan unless `is_predictable`.
+    """Counts predicted for decoding, `[P, K]` float64; nan unless `is_predictable`.
 
     Attributes:
-        accepted: accepted drafts per level.
+        accepted: number of accepted drafts per level.
         rounds_at_depth: number of rounds for each draft depth 1..K.
-        accepted_at_depth: accepted drafts of all levels, for each draft depth 1..K.
+        accepted_at_depth: number of accepted drafts, summed over levels, for each draft depth 1..K.
     """
 
     accepted: np.ndarray
@@ -47,7 +47,7 @@ class Predicted(NamedTuple):
 
     @property
     def rounds(self) -> np.ndarray:
-        """`[P]` predicted rounds at the depth of the call."""
+        """`[P]` predicted number of rounds at the depth of the call."""
         return self.rounds_at_depth[:, -1]
 
 
@@ -55,10 +55,10 @@ class AcceptanceCounts(NamedTuple):
     """Counts for P prompts and K draft levels.
 
     Attributes:
-        teacher_forced: sums of the teacher-forced pass.
-        predicted: predicted counts of decoding.
-        rounds: `[P]` verification passes of decoding.
-        accepted: `[P, K]` drafts that decoding accepted, per level.
+        teacher_forced: sums from the teacher-forced pass.
+        predicted: counts predicted for decoding.
+        rounds: `[P]` number of verification passes in decoding.
+        accepted: `[P, K]` number of drafts that decoding accepted, per level.
         is_identical: `[P]` bool, True if decoding with drafts returned the same text as plain decoding
             (`equals_plain_decoding`).
         texts: `[P]` lists of the new tokens from plain decoding.
@@ -72,10 +72,10 @@ class AcceptanceCounts(NamedTuple):
     texts: np.ndarray
 
     def select(self, mask: np.ndarray) -> "AcceptanceCounts":
-        """Returns the counts of the prompts in `mask [P]` bool."""
+        """Returns the counts for the prompts at which `mask`, `[P]` bool, is True."""
         return jax.tree.map(lambda counts: counts[mask], self)
 
     @classmethod
     def concatenate(cls, batches: "Sequence[AcceptanceCounts]") -> "AcceptanceCounts":
-        """Returns the counts of the prompts of all batches."""
+        """Joins the counts from several batches of prompts."""
         return jax.tree.map(lambda *counts: np.concatenate(counts), *batches)

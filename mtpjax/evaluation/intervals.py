@@ -1,4 +1,4 @@
-"""95 % bootstrap intervals, which state the uncertainty of every measurement in this project.
+"""Computes 95 % bootstrap intervals, which quantify the uncertainty of every measurement in this project.
 
 The resampled units are whole prompts, batches or repeats, because the steps within a unit are correlated. The random
 seed is fixed, so that a report is reproducible.
@@ -27,7 +27,7 @@ class Estimate:
 def resample(*num_units: int) -> tuple[np.ndarray, ...]:
     """Draws bootstrap samples for several kinds of units, such as prompts and repeats, independently of each other.
 
-    Returns for each P in `num_units` the indices `[NUM_RESAMPLES, P]` of units, drawn with replacement.
+    Returns, for each P in `num_units`, the indices of units drawn with replacement, `[NUM_RESAMPLES, P]`.
     """
     rng = np.random.default_rng(0)
     return tuple(rng.integers(count, size=(NUM_RESAMPLES, count)) for count in num_units)
@@ -46,12 +46,12 @@ def estimate_from(value: float, resampled: np.ndarray) -> Estimate:
 
     Args:
         value: the statistic over all units.
-        resampled: `[NUM_RESAMPLES]` the statistic of each bootstrap sample; undefined ones are nan and left out.
+        resampled: `[NUM_RESAMPLES]` the statistic of each bootstrap sample. Undefined values are nan and are ignored.
 
     Returns:
         The value, and the 2.5 % and 97.5 % quantiles of the samples.
     """
-    # A bootstrap sample of prompts without rounds has no rate.
+    # A bootstrap sample has no rate if none of its prompts has rounds.
     defined = resampled[~np.isnan(resampled)]
     low, high = np.quantile(defined, (0.025, 0.975)) if defined.size else (np.nan, np.nan)
     return Estimate(float(value), float(low), float(high))

@@ -1,4 +1,4 @@
-"""Describes the machine that runs a measurement, and measures how much other programs disturbed it.
+"""Describes the machine that runs a measurement, and measures how much other programs disturb the measurement.
 
 Only `describe_device` imports JAX.
 """
@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def describe_device(count: int = 1) -> str:
-    """Describes the `count` devices that JAX uses: "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores"."""
+    """Describes the `count` devices that JAX uses, such as "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores"."""
     import jax
 
     device = jax.devices()[0]
@@ -34,14 +34,14 @@ def describe_device(count: int = 1) -> str:
 
 
 def has_waiting_times() -> bool:
-    """Returns whether this system reports how long threads wait for a core: Linux with schedstat."""
+    """Returns whether this system reports how long threads wait for a core, as Linux with schedstat does."""
     return os.path.exists("/proc/self/schedstat")
 
 
 def busy_seconds() -> float:
-    """Returns how long the cores that this process may use were busy since the system started, in core-seconds.
+    """Returns how long the cores available to this process have been busy since the system started, in core-seconds.
 
-    Time that a hypervisor gave to other machines counts as busy. Returns nan if the system does not report it.
+    Time that a hypervisor gives to other machines counts as busy. Returns nan if the system does not report idle time.
     """
     try:
         lines = pathlib.Path("/proc/stat").read_text().splitlines()
@@ -80,7 +80,7 @@ class Stopwatch:
         capped at the time that other programs ran on these cores.
         """
         seconds, cpu, waited, busy = (now - begin for begin, now in zip(self.begin, self._now(), strict=True))
-        # The waiting time of ended threads is lost.
+        # The waiting time of threads that have ended is lost, so the difference may be negative.
         waited = max(waited, 0.0)
         if not math.isnan(busy):
             # Each core's idle time is only known to within one tick.

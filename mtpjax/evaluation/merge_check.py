@@ -20,7 +20,7 @@ def check_merge(
     """Decodes prompts greedily with drafts, using the checkpoints before and after a merge.
 
     Returns:
-        A line with both accept lengths: tokens per round, including the bonus token.
+        A line with the two accept lengths, in tokens per round including the bonus token.
 
     Raises:
         TokenizerError: the checkpoint has no tokenizer.
@@ -43,7 +43,7 @@ def _accept_length(path, prompts: Sequence[Prompt], max_new_tokens: int, model_t
         speculative_generate(params, rows[begin : begin + 8], model=model, config=config).stats
         for begin in range(0, len(rows), 8)
     ]
-    # The accept length is over all rounds of all prompts. If all texts end with their first token, there are no rounds.
+    # Average over all rounds of all prompts. If every text ends with its first token, there are no rounds.
     rounds = np.concatenate([stats.rounds for stats in batches])
     accepted = np.concatenate([stats.accepted for stats in batches])
     return f"{decoded_rates(rounds, accepted)['accept_length'].value if rounds.any() else 1.0:.2f}"

@@ -1,9 +1,9 @@
 """Computes acceptance rates and accept lengths from the counts of `mtpjax.evaluation.acceptance`.
 
 Rates are named as in `mtpjax.decoding.result`: a level's *conditional* rate is the share of accepted drafts among the
-positions where all earlier levels were accepted, its *survival* the share among all positions. Accept lengths include
-the bonus token unless their name says otherwise. A *micro* average is over all rounds, a *macro* average over the
-accept lengths of the prompts. Intervals resample whole prompts (`mtpjax.evaluation.intervals`).
+positions where all earlier levels were accepted, and its *survival* is the share among all positions. Accept lengths
+include the bonus token unless their name says otherwise. A *micro* average is over all rounds, and a *macro* average is
+over the prompts' accept lengths. Intervals resample whole prompts (`mtpjax.evaluation.intervals`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from mtpjax.evaluation.intervals import Estimate, estimate_from, resample, resam
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:
-    """Estimates a ratio of sums over prompts, with a bootstrap interval, for each of K columns.
+    """Estimates, for each of K columns, a ratio of sums over prompts with a bootstrap interval.
 
     Args:
         numerator: `[P, K]` counts per prompt.
@@ -26,7 +26,7 @@ def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 
     Returns:
         K estimates.
     """
-    # The sum over a bootstrap sample is a product with the number of times that each prompt was drawn.
+    # To sum over a bootstrap sample, weight each prompt by the number of times that it was drawn.
     numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
     weights = resampled_weights(len(numerator))
     values = _ratio(numerator.sum(axis=0), denominator.sum(axis=0)) + offset
@@ -72,8 +72,9 @@ def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
 
     Returns:
         Lists of estimates by level: "agreement", "conditional" and "survival" compare arg-max tokens (temperature 0);
-        "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV (the rule "token" at the temperature of the
-        pass). The numbers "accept_length" and "overlap_accept_length" are 1 plus the sum of the survival rates.
+        "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV, the acceptance probability under the rule
+        "token" at the pass's temperature. "accept_length" and "overlap_accept_length" are 1 plus the sum of the
+        survivals.
     """
     # The expected tokens of a round are the bonus token and one token for each level that survives.
     survival = estimate(sums.survives, sums.positions)
@@ -91,7 +92,7 @@ def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
 
 
 def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.ndarray) -> Estimate:
-    """Estimates the ideal speed-up over plain decoding: accept length over the cost of a round.
+    """Estimates the ideal speed-up over plain decoding, which is the accept length divided by the cost of a round.
 
     Args:
         steps: `[P]` verification passes per prompt.
@@ -99,8 +100,8 @@ def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.n
         plain_steps: `[R]` measurements of the cost of a round, in units of a plain step.
 
     Returns:
-        The accept length of all prompts over the median cost, with a 95 % interval that resamples the prompts and,
-        independently of them, the measurements of the cost.
+        The accept length over all prompts divided by the median cost, with a 95 % interval that resamples the prompts
+        and, independently of them, the measurements of the cost.
     """
     prompts, timings = resample(len(steps), len(plain_steps))
     per_prompt = accepted.sum(axis=1)
@@ -116,14 +117,14 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
 
     Returns:
         Metrics by category, "overall" first: counts ("prompts", "rounds", "identical") and the groups "decoded",
-        "predicted" and "teacher_forced". If there is only one category, "overall" is the only entry. A category that is
-        called "overall" becomes "category overall".
+        "predicted" and "teacher_forced". If there is only one category, "overall" is the only entry. A category named
+        "overall" becomes "category overall".
     """
     names, distinct = np.array(categories), dict.fromkeys(categories)
     groups = {"overall": np.ones(len(names), bool)}
     if len(distinct) > 1:
         groups |= {f"category {name}" if name in groups else name: names == name for name in distinct}
-    # Compute the same metrics for every group, from the counts of its prompts.
+    # Compute the same metrics for every group from its prompts' counts.
     result = {}
     for name, mask in groups.items():
         part = acceptance.select(mask)
@@ -154,7 +155,7 @@ def to_json(value: Any) -> Any:
 
 
 def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
-    """Prints two tables 80 columns wide: accept lengths by category, and rates by category and level."""
+    """Prints two tables, 80 columns wide, of accept lengths by category and of rates by category and level."""
     from rich.markup import escape
 
     from mtpjax.evaluation.tables import number_table
@@ -165,8 +166,8 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     def spread(rate: Estimate, digits: int = 3) -> str:
         return f"{rate.value:.{digits}f} {rate.low:.{digits}f}-{rate.high:.{digits}f}"
 
-    # 1. Accept lengths, a row per category: measured by decoding, predicted, and teacher-forced. Only one interval is
-    # shown, to leave room for the category names; the JSON file has all intervals.
+    # 1. Print the accept lengths that were decoded, predicted and teacher-forced, with a row per category. Only one
+    # interval is shown, to leave room for the category names; the JSON file has all intervals.
     headings = ("prom-\npts", "micro", "macro", "no\nbonus", "pre-\ndicted", "teacher-\nforced", "1-TV")
     lengths = number_table("accept length: tokens per round, bonus token included (95 %)", headings, "category")
     for name, row in metrics.items():
@@ -178,7 +179,7 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
         lengths.add_row(escape(name), str(row["prompts"]), micro, *others, *(number(each, 2) for each in computed))
     console.print(lengths)
 
-    # 2. Rates, a row per category and level.
+    # 2. Print the rates, with a row per category and level.
     headings = ("level", "agree", "of\nreached", "1-TV", "decoded,\nof reached", "decoded,\nsurvival")
     rates = number_table("rates by level: teacher-forced on plain text, and decoded (95 %)", headings, "category")
     for name, row in metrics.items():
@@ -192,8 +193,8 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
                 spread(decoded["survival"][level], 2),
             )
     console.print(rates)
-    # 3. Predicted accept lengths at smaller depths, which help to choose a depth.
+    # 3. Print the predicted accept lengths at smaller depths, which help the user to choose a depth.
     at_depth = [length.value for length in metrics["overall"]["predicted"]["accept_length_at_depth"]]
     if not np.isnan(at_depth[0]):
         values = ", ".join(f"{value:.2f}" for value in at_depth)
-        console.print(f"accept length of rounds of 1..{len(at_depth)} levels, predicted: {values}")
+        console.print(f"predicted accept length of rounds with 1..{len(at_depth)} levels: {values}")

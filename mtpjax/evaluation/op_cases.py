@@ -1,4 +1,4 @@
-"""The ops that can be timed separately, with functions that make a case for any shape that `dispatch.choose` takes."""
+"""The ops that can be timed separately, each with a function that makes a case for a shape from `dispatch.choose`."""
 
 from collections.abc import Callable
 

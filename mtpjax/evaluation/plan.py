@@ -30,7 +30,7 @@ class Temp:
     Attributes:
         name: "experts", "matrices", "attention" or "indexer".
         nbytes: bytes per device.
-        bytes_per_slot: additional bytes if each row has one more slot.
+        bytes_per_slot: additional bytes for one more slot per row.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Temp:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A model on one mesh.
+    """The memory that a model needs on one mesh.
 
     Attributes:
-        mesh: sizes of the axes.
+        mesh: sizes of the mesh axes.
         rows: rows in the batch, padded to a multiple of `data`.
         slots: cache slots per row.
         weights: bytes of parameters per device.
         state: bytes of decoding state per device, including the caches.
-        temps: estimated temporary memory, by the kind of layer that runs. The largest one counts, not the sum.
-        bytes_per_row: additional bytes of state per device if each device has one more row.
-        bytes_per_slot: additional bytes of state per device if each row has one more slot.
+        temps: estimated temporary memory for each kind of layer. The largest one counts, not the sum.
+        bytes_per_row: additional bytes of state per device for one more row per device.
+        bytes_per_slot: additional bytes of state per device for one more slot per row.
         prefill_chunk: tokens per row in a prefill pass.
     """
 
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def temp(self) -> int:
-        """Estimated bytes of temporary memory per device, for the kind of layer that needs most."""
+        """Estimated bytes of temporary memory per device, for the kind of layer that needs the most."""
         return round(max(temp.nbytes for temp in self.temps))
 
     @property
@@ -80,24 +80,24 @@ class Plan:
         return self.arguments + self.temp
 
     def free(self, device: Device) -> float:
-        """Unused bytes of a device's usable memory."""
+        """Returns how many bytes of a device's usable memory remain free."""
         return USABLE_SHARE * device.memory - self.total
 
     def largest_batch(self, device: Device) -> int:
-        """Maximum number of rows that fit with this number of slots; temporary memory grows with the rows."""
+        """Returns how many rows fit with this number of slots; temporary memory grows with the rows."""
         data = self.mesh.get("data", 1)
         per_row = self.bytes_per_row + self.temp * data / self.rows
         return max(0, self.rows // data + math.floor(self.free(device) / per_row)) * data
 
     def largest_slots(self, device: Device) -> int:
-        """Maximum number of cache slots per row that fit with this number of rows."""
+        """Returns how many cache slots per row fit with this number of rows."""
         usable = USABLE_SHARE * device.memory - self.arguments
         more = min((usable - temp.nbytes) / max(self.bytes_per_slot + temp.bytes_per_slot, 1) for temp in self.temps)
         return max(0, self.slots + math.floor(more))
 
 
 def list_meshes(count: int) -> list[dict[str, int]]:
-    """Lists the meshes `data x tensor` for a number of GPUs, with the largest `tensor` first.
+    """Lists the `data x tensor` meshes with `count` GPUs, largest `tensor` first.
 
     The axis `data` shards both experts and rows.
     """
@@ -117,10 +117,10 @@ def plan_layout(
     """Computes the memory that a decoding call needs on a mesh.
 
     Raises:
-        ValueError: a number is out of range, there are draft levels without MTP modules, or the mesh does not divide
+        ValueError: a number is out of range, there are draft levels but no MTP modules, or the mesh does not divide
             the model.
     """
-    # 1. Check the numbers, and that the mesh divides the model.
+    # 1. Check that the numbers are in range and that the mesh divides the model.
     check_numbers(config, num_steps, {"batch": (rows, 1), "context": (slots, 2), "num_steps": (num_steps, 0)})
     for problem in find_copies(config, sizes):
         raise ValueError(problem)
@@ -130,7 +130,7 @@ def plan_layout(
     fitted, params, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
     _, _, more_rows = call_shapes(config, {}, sizes, rows=rows + data, slots=slots, num_steps=num_steps)
     _, _, more_slots = call_shapes(config, {}, sizes, rows=rows, slots=slots + 128, num_steps=num_steps)
-    # 3. Count the bytes on one device. The differences between the states give the bytes per row and per slot.
+    # 3. Count the bytes on one device. The differences between the states are the bytes per row and per slot.
     weights, *states = (
         round(sum(nbytes for _, _, nbytes in bytes_of_shards(tree, fitted, sizes, is_state=tree is not params)))
         for tree in (params, state, more_rows, more_slots)
@@ -155,28 +155,28 @@ def plan_layout(
 def estimate_temps(
     config: ModelConfig, params: dict, sizes: Mapping[str, int], *, rows: int, slots: int, prefill_chunk: int
 ) -> Iterator[Temp]:
-    """Estimates the temporary memory of a decoding call that uses kernels, by kind of layer.
+    """Estimates, for each kind of layer, the temporary memory of a decoding call that uses kernels.
 
-    It consists of the largest arrays in a prefill pass, in bfloat16.
+    The estimate is the sum of the largest arrays in a prefill pass, in bfloat16.
     """
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
     local_rows, width = rows // data, config.hidden_size
     tokens = local_rows * prefill_chunk
-    # In every layer: the residual stream, the layer's input and its output.
+    # Every layer keeps the residual stream, its input and its output.
     shared = 2.0 * 3 * tokens * width
-    # Linear attention: XLA keeps the inputs of all convolutions until the end of the pass.
+    # For linear attention, XLA keeps the inputs of all convolutions until the end of the pass.
     channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     channels += config.linear_num_value_heads * config.linear_value_head_dim
     inputs = local_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
     shared += 2 * inputs * sum(kind.attention == "delta" for kind in config.trunk_kinds)
-    # 1. Experts, for the rows of all `data` devices: the outputs of each token's experts are in memory first
-    # together with their activations, and then together with the sums.
+    # 1. Experts process the rows of all `data` devices. The outputs of each token's experts are in memory first with
+    # the experts' activations, and then with the sums of the outputs.
     if config.is_moe:
         all_tokens = rows * prefill_chunk
         chosen = all_tokens * config.num_experts_per_tok
         activations = chosen * config.moe_intermediate_size / tensor
         yield Temp("experts", shared + 2 * chosen * width + 2 * max(activations, all_tokens * width))
-    # 2. Matrices: with many tokens, XLA writes out fp8 matrices in bfloat16. Dense layers have the widest product.
+    # 2. In passes over many tokens, XLA stores fp8 matrices as bfloat16. Dense layers have the widest product.
     written = 0.0
     if tokens > MAX_ROWS:
         for (name, _, nbytes), leaf in zip(
@@ -187,23 +187,23 @@ def estimate_temps(
     is_dense = any(not kind.is_moe for kind in config.trunk_kinds)
     product = tokens * 2 * config.intermediate_size / tensor if is_dense else 0
     yield Temp("matrices", shared + written + 2 * product)
-    # 3. Latent attention in its expanded form: keys and values of every slot, with part of the keys twice, and queries.
+    # 3. Expanded latent attention stores queries, and keys and values for every slot, with part of the keys twice.
     if config.attention == "latent" and is_expanded_cheaper(config, prefill_chunk):
         local_heads = config.num_attention_heads / tensor
         content, value = config.qk_nope_head_dim, config.v_head_dim
         key = content + config.qk_rope_head_dim
         per_slot = 2 * local_rows * local_heads * (key + content + value)
         yield Temp("attention", shared + slots * per_slot + 2 * tokens * local_heads * (2 * key + value), per_slot)
-    # 4. A sparse indexer: float32 products for every head, token and slot, and their transpose.
+    # 4. A sparse indexer stores float32 products for every head, token and slot, and their transpose.
     if config.index_topk and slots > config.index_topk:
         per_slot = 2 * 4 * tokens * config.index_n_heads
         yield Temp("indexer", shared + slots * per_slot, per_slot)
 
 
 def train_bytes(params: dict, sizes: Mapping[str, int], *, trains: str = "all") -> int:
-    """Computes the bytes of parameters and optimiser state per device in training.
+    """Computes how many bytes parameters and optimiser state take per device in training.
 
-    The trained part is float32 and has AdamW's two moments; a frozen trunk keeps its stored dtypes.
+    Trained parameters are float32 and have AdamW's two moments; a frozen trunk keeps its stored dtypes.
     """
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -1,4 +1,4 @@
-"""The plot of a plan: memory and time for every mesh."""
+"""Plots a plan's memory and time for every mesh."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def plot_plan(
 def _draw_plan(figure, result: Comparison, device: Device) -> None:
     memory, time = figure.subplots(1, 2, sharey=True)
     places = range(len(result.candidates))
-    # Left: stacked bytes per GPU, and the GPU's memory with its usable share.
+    # The left panel stacks the bytes per GPU, and marks the GPU's memory and its usable share.
     parts = {"weights": "weights", "state": "caches and state", "temp": "temporary (estimated)"}
     keys, left = [], [0.0] * len(places)
     for number, (part, name) in enumerate(parts.items()):
@@ -36,7 +36,7 @@ def _draw_plan(figure, result: Comparison, device: Device) -> None:
     memory.set_yticks(places, names)
     best = " (* fastest that fits)" if result.best else " (no mesh fits)"
     memory.set(title=f"memory{best}", xlabel="GB per GPU", ylim=(len(places) - 0.5, -0.5))
-    # Right: time per token of a row, without and with drafts.
+    # The right panel shows the time per token of a row, with and without drafts.
     kinds = {"without drafts": ("plain", 1.0, GREY)}
     if result.load.num_steps:
         name = f"{result.load.drafts_text}, {result.load.accept_length:.2f} tokens per round assumed"

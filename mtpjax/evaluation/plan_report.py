@@ -35,7 +35,7 @@ class Load:
 
     Attributes:
         rows: rows in the batch.
-        context: tokens per row, prompt and new tokens together.
+        context: tokens per row, including prompt and new tokens.
         num_steps: draft levels.
         accept_length: assumed number of tokens per round with drafts.
         prefill_chunk: as in `mtpjax.evaluation.compiled_call`.
@@ -49,7 +49,7 @@ class Load:
 
     @property
     def num_scratch_slots(self) -> int:
-        """Number of slots that a chain's round writes after a row's text: the tokens to verify, and one more."""
+        """Number of slots that a chain's round writes after a row's text; the round verifies one token fewer."""
         return self.num_steps + 2
 
     @property
@@ -69,7 +69,7 @@ class Comparison:
         candidates: the meshes that divide the model.
         excluded: the other meshes, with the reasons why they are excluded.
         best: the fastest candidate that fits; None if none fits.
-        compiled: figures of the compiled call for the best mesh; None if it was not compiled.
+        compiled: memory, collectives and CPU time of the compiled call for the best mesh; None if it was not compiled.
     """
 
     load: Load
@@ -79,11 +79,11 @@ class Comparison:
     compiled: dict[str, float] | None = None
 
     def speedup(self, candidate: Candidate) -> float:
-        """Returns the predicted speed-up of drafts over plain decoding."""
+        """Returns the predicted speed-up of decoding with drafts over plain decoding."""
         return self.load.accept_length * candidate.plain.seconds / candidate.drafted.seconds
 
     def tokens_per_second(self, candidate: Candidate) -> float:
-        """Returns the predicted tokens per second, summed over all requested rows, with drafts."""
+        """Returns the predicted tokens per second with drafts, summed over all requested rows."""
         return self.load.rows * self.load.accept_length / candidate.drafted.seconds
 
     def longest_context(self, candidate: Candidate, device: Device) -> int:
@@ -114,7 +114,7 @@ def compare_meshes(
         ValueError: a number is out of range, or there is only one mesh and it does not divide the model.
     """
     candidates, excluded = [], []
-    # A call's caches hold the longest row and the slots that the last round writes after it, rounded up.
+    # A cache row holds the longest text and the slots that the last round writes after it. Round the sum up.
     slots = round_up_capacity(load.context + load.num_scratch_slots)
     shape = {"rows": load.rows, "slots": slots, "num_steps": load.num_steps, "prefill_chunk": load.prefill_chunk}
     for sizes in meshes:
@@ -126,13 +126,13 @@ def compare_meshes(
                 raise
             excluded.append((dict(sizes), str(error)))
             continue
-        # Time a round without drafts too, for the speed-up.
+        # Estimate a round without drafts as well, to compute the speed-up.
         estimate = [
             estimate_round(config, params, device, sizes, rows=layout.rows, context=load.context, num_steps=steps)
             for steps in (0, load.num_steps)
         ]
         candidates.append(Candidate(layout, *estimate))
-    # The best mesh is the fastest with drafts among those that fit.
+    # Of the meshes that fit, choose the one whose rounds with drafts are fastest.
     fitting = [each for each in candidates if each.plan.free(device) >= 0]
     best = min(fitting, key=lambda each: each.drafted.seconds, default=None)
     return Comparison(load, candidates, excluded, best)
@@ -166,7 +166,7 @@ def _mesh_table(result: Comparison, title: str, headings: Sequence[str], lines: 
 
 
 def _memory_table(result: Comparison, device: Device, count: int):
-    """Makes the memory table: exact weights and state, estimated temporary memory, and the largest sizes that fit."""
+    """Makes the table of exact weights and state, estimated temporary memory, and the largest sizes that fit."""
     first = result.candidates[0].plan
     headings = ("weights", "state", "temp", "total", "fits", "largest\nbatch", "longest\ncontext")
     lines = []
@@ -188,7 +188,7 @@ def _memory_table(result: Comparison, device: Device, count: int):
 
 
 def _parts_table(result: Comparison):
-    """Makes the table of the times that the parts of a round with drafts take."""
+    """Makes the table of the time that each part of a round with drafts takes."""
     headings = ("dense", "experts", "cache", "MTP", "launches", "links", "sum")
     lines = []
     for each in result.candidates:
@@ -211,7 +211,7 @@ def _speed_table(result: Comparison):
             cells += [_milliseconds(each.drafted.seconds), f"{result.speedup(each):.2f}"]
         lines.append((*cells, f"{result.tokens_per_second(each):,.0f}"))
     title = "speed, estimated"
-    title += f", if a round gives {result.load.accept_length:.2f} tokens (assumed)" * bool(result.load.num_steps)
+    title += f", if a round yields {result.load.accept_length:.2f} tokens (assumed)" * bool(result.load.num_steps)
     return _mesh_table(result, title, (*headings, "tokens/s,\nall rows"), lines)
 
 
@@ -221,7 +221,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def compiled_line(result: Comparison) -> str:
-    """Compares the compiled call with the plan."""
+    """Returns a line that compares the compiled call with the plan."""
     assert result.best is not None and result.compiled is not None
     best, found = result.best.plan, result.compiled
     total = found["arguments"] + found["temp"]
@@ -233,7 +233,7 @@ def compiled_line(result: Comparison) -> str:
 
 
 def train_rows(config: ModelConfig, params: dict, device: Device, *, count: int, trains: str) -> list[dict[str, Any]]:
-    """Computes the bytes that training needs on every mesh of `fsdp` and `expert`, as a JSON object per mesh."""
+    """Computes the bytes per device that training needs on each `fsdp x expert` mesh, as one JSON object per mesh."""
     rows = []
     for expert in (size for size in range(1, count + 1) if count % size == 0):
         if expert > 1 and (not config.n_routed_experts or config.n_routed_experts % expert):
@@ -250,7 +250,7 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
 
     table = number_table(f"{device.name} x {count}: training, GB per GPU", ("mesh", "arguments", "left"))
     table.caption = "arguments: parameters and AdamW's moments, exact. Gradients and activations are not included: "
-    table.caption += "docs/results/meshes.md lists figures of compiled updates."
+    table.caption += "docs/results/meshes.md lists the memory of compiled updates."
     for row in rows:
         left = plan.USABLE_SHARE * device.memory - row["bytes"]
         cells = f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"

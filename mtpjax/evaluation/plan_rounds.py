@@ -1,4 +1,4 @@
-"""Estimates the time of a round on a mesh: its parts, launches and collectives."""
+"""Estimates the time of a round on a mesh from its parts, launches and collectives."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,7 +9,7 @@ from mtpjax.evaluation.roofline import Collective, Device, Round, Work, count_we
 from mtpjax.models.config import ModelConfig
 
 GPUS_PER_NODE = 8
-SECONDS_PER_COLLECTIVE = {"link": 10e-6, "network": 30e-6}  # assumed latency within a node, and between nodes
+SECONDS_PER_COLLECTIVE = {"link": 10e-6, "network": 30e-6}  # assumed latencies within a node and between nodes
 
 
 def estimate_round(
@@ -22,7 +22,7 @@ def estimate_round(
     context: int,
     num_steps: int,
 ) -> Round:
-    """Estimates the time of a round on a mesh with the axis `sizes`.
+    """Estimates the time of a round on a mesh with axis `sizes`.
 
     `params` are shapes, `rows` is a multiple of the size of `data`, and `context` is the number of tokens in each row's
     KV cache.
@@ -46,9 +46,9 @@ def estimate_round(
 def _collectives(
     config: ModelConfig, device: Device, sizes: Mapping[str, int], rows: int, num_steps: int
 ) -> Iterator[Collective]:
-    """Yields the collectives in a round. In a ring sum over n devices, each sends `2 (n-1)/n` of the array's bytes."""
+    """Yields a round's collectives. In a ring sum, each of n devices sends `2 (n-1)/n` of the array's bytes."""
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    # 1. The layers and tokens per row of each pass: verification, the first draft level, and the other levels.
+    # 1. List each pass's layers and tokens per row, for verification, the first draft level and the other levels.
     passes = [(config.trunk_kinds, num_steps + 1)] + [((config.mtp_kind,), num_steps + 1)] * bool(num_steps)
     passes += [((config.mtp_kind,), 1)] * max(num_steps - 1, 0)
     moe = sum(nodes * sum(kind.is_moe for kind in kinds) for kinds, nodes in passes)  # layers x tokens of a row
@@ -57,14 +57,14 @@ def _collectives(
     row_bytes, local_rows = 2 * config.hidden_size, rows // data
 
     def travel(name: str, axis: str, count: int, nbytes: float) -> Collective:
-        # `tensor` is the innermost axis. Traffic between nodes has the speed of the network.
+        # `tensor` is the innermost axis. Traffic between nodes runs at network speed.
         place = "link" if (tensor if axis == "tensor" else tensor * data) <= GPUS_PER_NODE else "network"
         seconds = count * SECONDS_PER_COLLECTIVE[place] + nbytes / getattr(device, place)
         return Collective(name, axis, count, nbytes, seconds)
 
     # 2. Heads and columns are sharded over `tensor`, rows and experts over `data`.
     if tensor > 1:
-        # One sum after attention and one after the feed-forward layer; experts sum all rows if rows are gathered.
+        # Each layer sums after attention and after the feed-forward layer. Experts sum all rows if rows are gathered.
         share = 2 * (tensor - 1) / tensor
         sums = layers * local_rows + (layers - moe) * local_rows + moe * (rows if data > 1 else local_rows)
         yield travel("sums of layers", "tensor", 2 * count, share * row_bytes * sums)

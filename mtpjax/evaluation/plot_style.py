@@ -1,9 +1,9 @@
-"""The common style of the plots of measurements, and the functions that draw and write them.
+"""Defines the common style of all plots of measurements, and the functions that draw and write them.
 
 `draw_picture` draws every plot in this style and writes it as PNG, SVG or PDF. Importing this module does not import
 matplotlib, which loads slowly. Without matplotlib nothing is drawn, and a warning is logged once.
 
-The functions `plot_*` of the library take `path`, `formats` and `title` as `draw_picture` does.
+The library's `plot_*` functions take the same `path`, `formats` and `title` as `draw_picture`.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from mtpjax.errors import UsageError, install_extra
 log = logging.getLogger(__name__)
 FORMATS = ("png", "svg", "pdf")
 DEFAULT_FORMATS = ("png", "svg")  # PNG opens anywhere, SVG scales
-# The palette of Okabe and Ito, which colour-blind readers can distinguish. Draft levels take its colours from the start
-# and other series in the same plot from the end, so that no colour has two meanings.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish. Draft levels use its first colours and other
+# series in the same plot use its last ones, so that no colour has two meanings.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00")
 GREY = "#777777"
 UNTRUSTED: dict[str, Any] = {"marker": "$?$", "linestyle": "", "color": GREY, "markersize": 9}  # measurements
 # Markers differ too, for printing in grey, and line styles change after every sixth series.
 MARKERS, LINES = "os^DvP", ("-", "--", ":", "-.")
 # matplotlib's settings for every plot. Type 42 embeds fonts in PDF files, as journals require. With a fixed salt, the
-# same plot gives the same SVG file.
+# same plot produces the same SVG file.
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -50,12 +50,12 @@ STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,
     "svg.hashsalt": "mtpjax",
 }
-# Leave the date out of the files, so that the same figure gives the same bytes.
+# Leave the date out of the files, so that the same figure produces the same bytes.
 _METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathlib.Path]:
-    """Lists the files of a plot; none without matplotlib. Arguments and errors are as in `draw_picture`."""
+    """Lists a plot's files; the list is empty without matplotlib. Arguments and errors are as in `draw_picture`."""
     path = pathlib.Path(path)
     wanted = [path.suffix[1:]] if path.suffix else list(dict.fromkeys(formats))
     for each in wanted:
@@ -69,7 +69,7 @@ def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathli
 
 @functools.cache
 def _has_matplotlib() -> bool:
-    """Returns whether matplotlib is installed; the first call warns if not."""
+    """Returns whether matplotlib is installed. If it is not, the first call logs a warning."""
     try:
         require_matplotlib()
     except UsageError as error:
@@ -95,8 +95,8 @@ def draw_picture(
     """Draws a plot and writes it; does nothing without matplotlib or formats.
 
     Args:
-        path: the file. Its suffix sets the format; without a suffix, each format gets a file.
-        size: width and height of the panels in inches; the height of the title is added.
+        path: the file. Its suffix sets the format; without a suffix, one file per format is written.
+        size: width and height of the panels in inches; the title adds to the height.
         draw: draws into a `matplotlib.figure.Figure`.
         formats: any of "png", "svg" and "pdf".
         title: says what was measured, and on which device.
@@ -153,19 +153,19 @@ def level_colour(level: int, num_levels: int) -> Any:
         return colour(level - 1)
     import matplotlib
 
-    # There are more levels than colours: use a scale from dark to light.
+    # There are more levels than colours, so use a scale from dark to light.
     return matplotlib.colormaps["viridis"](0.9 * (level - 1) / (num_levels - 1))
 
 
 def colour(number: int) -> str:
-    """Returns the colour of series `number`, from 0; colours repeat after six series. -1 is the last colour."""
+    """Returns the colour of series `number`, counted from 0. Colours repeat after six series; -1 is the last colour."""
     return COLOURS[number % len(COLOURS)]
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Returns colour, marker and line style of series `number`. They repeat after 24 series."""
+    """Returns the colour, marker and line style of series `number`, which repeat after 24 series."""
     cycle = number // len(COLOURS)
-    # Change a colour's marker in each cycle too, for points without lines.
+    # Also change each colour's marker from cycle to cycle, to distinguish points without lines.
     marker = MARKERS[(number + cycle) % len(MARKERS)]
     return {"color": colour(number), "marker": marker, "linestyle": LINES[cycle % len(LINES)]}
 
@@ -198,7 +198,7 @@ def plot_estimates(
         places: the x coordinates.
         estimates: value, lower end and upper end of each interval. If the value is outside its interval, the bar on
             that side is left out.
-        is_flat: plot horizontally: `places` are y coordinates and values x coordinates.
+        is_flat: plot horizontally, with `places` as y coordinates and the values as x coordinates.
         **look: arguments of `matplotlib.axes.Axes.plot`, including color and marker.
     """
     rows = list(estimates)
@@ -211,7 +211,7 @@ def plot_estimates(
 
 
 def share_limits(values: Iterable[float]) -> tuple[float, float]:
-    """Returns axis limits for shares: whole tenths around the values that are not nan, within 0..1, plus a margin."""
+    """Returns axis limits for shares: the whole tenths around all values except nan, within 0..1, plus a margin."""
     known = [value for value in values if not math.isnan(value)] or [0.0, 1.0]
     low = max(math.floor(10 * min(known) - 0.3), 0) / 10
     high = min(math.ceil(10 * max(known) + 0.3), 10) / 10
@@ -220,7 +220,7 @@ def share_limits(values: Iterable[float]) -> tuple[float, float]:
 
 
 def legend_key(label: str, **look: Any) -> Any:
-    """Makes a legend entry that looks like a `Line2D`; grey by default, for an entry that explains a line or marker."""
+    """Makes a legend entry for a line or marker from the arguments of `Line2D`. It is grey by default."""
     from matplotlib.lines import Line2D
 
     look.setdefault("color", GREY)
@@ -228,7 +228,7 @@ def legend_key(label: str, **look: Any) -> Any:
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Returns the number of columns with which a legend with these labels fits into `width` inches."""
+    """Returns the number of legend columns with which these labels fit into `width` inches."""
     return max(1, min(len(labels), int(width / (0.6 + 0.075 * max(map(len, labels))))))
 
 

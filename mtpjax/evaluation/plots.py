@@ -28,7 +28,7 @@ def plot_quickstart(
 
     Args:
         history: the rows of the training log, both steps and evaluations.
-        rows: a `mtpjax.training.quickstart.DepthResult` per depth.
+        rows: one `mtpjax.training.quickstart.DepthResult` per depth.
     """
     draw_picture(path, (11, 4.4), lambda figure: _draw_quickstart(figure, history, rows), formats, title=title)
 
@@ -36,7 +36,7 @@ def plot_quickstart(
 def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
     losses, agreement, speed = figure.subplots(1, 3)
 
-    # 1. Loss of the trunk and each draft level: pale lines for training, points for held-out text.
+    # 1. Plot the loss of the trunk and each draft level, with pale lines for training and points for held-out text.
     steps = [row for row in history if "bits" in row]
     evaluations = [row for row in history if "eval" in row]
     evaluated = [row["seconds"] for row in evaluations]
@@ -48,7 +48,7 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
         losses.plot(evaluated, held_out, "o-", label=f"draft {depth}" if depth else "trunk", **look)
     losses.set(title="loss: training (pale), held-out text", ylabel="bits per byte")
 
-    # 2. The share of drafts that agree with the trunk, per level.
+    # 2. Plot the share of drafts that agree with the trunk, per level.
     for level, values in enumerate(shares, start=1):
         agreement.plot(evaluated, values, "o-", color=level_colour(level, len(shares)), label=f"draft {level}")
     agreement.set(title="drafts that agree with the trunk", ylabel="share of positions, held-out text")
@@ -56,7 +56,7 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
     for axis in (losses, agreement):
         axis.set(xlabel="seconds of training", xlim=(0, 1.03 * max(row["seconds"] for row in history)))
 
-    # 3. Measured speed-up with intervals, the ideal from measured costs, and the limit if drafts were free.
+    # 3. Plot the measured speed-up with intervals, the ideal from measured costs, and the limit if drafts were free.
     num_steps, lengths = [row.num_steps for row in rows], [row.accept_length for row in rows]
     speed.plot(num_steps, lengths, "^:", color=GREY, label="accept length: limit if drafts were free")
     speed.plot(num_steps, [row.ideal for row in rows], "s--", color=GREY, label="ideal, from costs of a round's parts")
@@ -70,9 +70,9 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
 
 
 def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], **look: Any) -> None:
-    """Plots measured speed-ups with their intervals, if they can be trusted.
+    """Plots measured speed-ups, with intervals for those that can be trusted.
 
-    Untrusted speed-ups are grey question marks without an interval, and impossible ones are left out.
+    Untrusted speed-ups become grey question marks without an interval, and impossible ones are left out.
 
     Args:
         axis: the panel.
@@ -91,14 +91,14 @@ def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], *
 def plot_acceptance(
     path, metrics: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> None:
-    """Plots a report of `mtpjax.evaluation.metrics.report`: accept lengths by category, and survival by level."""
+    """Plots accept lengths by category, and survival by level, from a report of `mtpjax.evaluation.metrics`."""
     size = 9, max(3.6, 0.3 * len(metrics) + 1.8)
     draw_picture(path, size, lambda figure: _draw_acceptance(figure, metrics), formats, title=title)
 
 
 def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:
     lengths, survival = figure.subplots(1, 2)
-    # Left: decoded accept lengths with their intervals, with all prompts at the top; crosses are predicted lengths.
+    # The left panel shows decoded accept lengths with intervals (all prompts first), and predicted lengths as crosses.
     decoded, places = [row["decoded"]["accept_length"] for row in metrics.values()], range(len(metrics))
     look: dict[str, Any] = {"color": colour(0), "marker": "o", "linestyle": "", "label": "decoded (95 % over prompts)"}
     plot_estimates(lengths, places, ((each.value, each.low, each.high) for each in decoded), is_flat=True, **look)
@@ -106,11 +106,11 @@ def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:
     lengths.plot(predicted, places, "x", color=colour(1), markersize=8, label="predicted")
     names = [f"{plain_text(shorten(name))} ({row['prompts']})" for name, row in metrics.items()]
     lengths.set_yticks(places, names)
-    # If no draft is accepted, the length is 1: start the axis there, with room for markers and a margin.
+    # Without accepted drafts the length is 1, so start the axis there, with room for markers and a margin.
     longest = max(1.5, *(length.high for length in decoded))
     lengths.set(xlim=(0.97, 1 + 1.05 * (longest - 1)), ylim=(len(metrics) - 0.5, -0.5))
     lengths.set(title="accept length by category (prompts)", xlabel="tokens per round, bonus token included")
-    # Right: the share of rounds that accepted each level, over all prompts.
+    # The right panel shows the share of rounds that accepted each level, over all prompts.
     overall, shown = metrics["overall"], []
     kinds = {"decoded": ("decoded", 0), "teacher-forced": ("teacher_forced", 2)}
     for number, (name, (source, own)) in enumerate(kinds.items()):

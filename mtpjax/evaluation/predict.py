@@ -1,8 +1,8 @@
-"""Predicts accept lengths along a text without decoding, at the anchors that decoding would have.
+"""Predicts accept lengths along a text without decoding it, at the anchors that decoding would have.
 
-An anchor is a position where a round starts: the first is at the end of the prompt, and a round that accepts n drafts
-moves it by n + 1. A mean over all positions differs from the mean over anchors: after a rejection, the next anchor is
-more likely to be in text that is hard to draft.
+An anchor is a position where a round starts. The first is at the end of the prompt, and a round that accepts n drafts
+is followed by an anchor n + 1 positions later. A mean over all positions differs from the mean over anchors, because
+after a rejection the next anchor is more likely to be in text that is hard to draft.
 
 Let y be the trunk's continuation, p the trunk's distributions and q the modules' distributions, teacher-forced along y.
 Under an exact rule, speculative decoding draws y from the same distribution as plain decoding, so its rounds may be
@@ -13,12 +13,12 @@ q_j(y_j) / p_j(y_j) over j <= i:
                                       = prod over j <= i of min(1, q_j(y_j) / p_j(y_j))   token
                                       = min over j <= i of R_j, R_0 = 1                   block
 
-For `token`: a level commits y_j with probability p(y_j), of which min(p, q)(y_j) comes from an accepted draft
-(Leviathan et al., 2211.17192, section 2.3). For `block`, in the notation of `acceptance.block_chain` (Sun et al.,
-2403.10444): given drafts 1..i, the rule accepts at least i of them with probability w_i. This follows by induction from
-the last level down, since E[w_{i+1}] = w_i - r_i and 1 - (1 - E[w_{i+1}]) (1 - h_i) = w_i. The drafts equal y with
-probability prod of q_j(y_j), so given y the probability is R_i w_i, and w_i = min(1, w_{i-1} p_i / q_i) turns it into
-min(R_i, R_{i-1} w_{i-1}).
+Under `token`, a level commits y_j with probability p(y_j), of which min(p, q)(y_j) comes from an accepted draft
+(Leviathan et al., 2211.17192, section 2.3). Under `block`, in the notation of `acceptance.block_chain` (Sun et al.,
+2403.10444), w_i is the probability, given drafts 1..i, that the rule accepts at least i drafts. This follows by
+induction from the last level down, since E[w_{i+1}] = w_i - r_i and 1 - (1 - E[w_{i+1}]) (1 - h_i) = w_i. The drafts
+equal y with probability prod of q_j(y_j), so given y the probability is R_i w_i, and w_i = min(1, w_{i-1} p_i / q_i)
+turns it into min(R_i, R_{i-1} w_{i-1}).
 
 Given y, the anchors form a Markov chain, so the expected numbers of rounds and accepted drafts are computed position by
 position. At temperature 0 nothing is random, and the predicted counts equal decoding's counts. Above temperature 0, the
@@ -51,7 +51,7 @@ def acceptance_probabilities(
     matches = np.cumprod(matches_text, axis=-1).astype(np.float64)
     if rule in ("greedy", "sample"):
         return matches
-    # Sampled drafts: the product of min(1, q/p), or the running minimum of the products; both as logarithms.
+    # For sampled drafts, use the product of min(1, q/p) or the running minimum of the products, both as logarithms.
     log_ratio = log_ratio.astype(np.float64)
     if rule == "token":
         log = np.cumsum(np.minimum(log_ratio, 0), axis=-1)

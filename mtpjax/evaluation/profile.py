@@ -1,4 +1,4 @@
-"""Profiles a device: measures the cost of a round for each depth and batch size. `profile_file` stores the result."""
+"""Profiles a device by measuring what a round costs at each depth and batch size; `profile_file` stores the result."""
 
 import dataclasses
 import datetime
@@ -32,8 +32,8 @@ class Conditions:
         batches: batch sizes.
         context: tokens per row in the caches; reduced if the model's maximum length is smaller.
         temperature: above 0, rounds sample their tokens.
-        repeats: measurements per batch size. Slow models get fewer: after the first four, measuring stops when the time
-            limit for a batch size is reached.
+        repeats: measurements per batch size. Slow models get fewer, because after the first four, measuring stops when
+            the time limit for a batch size is reached.
         seconds: approximate duration of one timing.
 
     Raises:
@@ -85,11 +85,11 @@ def measure(
 ) -> dict[str, Any]:
     """Times rounds of every depth from 0 to `config.num_steps`, for each batch size.
 
-    Only the draft settings in `config` count: drafter, depth and tree. `progress` is called with the number of steps
-    done and the total number of steps.
+    Only the drafter, depth and tree in `config` are used. `progress` is called with the number of steps done and the
+    total number of steps.
 
     Returns:
-        The profile, a JSON object. Its "acceptance" is None; rates measured separately may be stored there
+        The profile, as a JSON object. Its "acceptance" is None; rates measured separately may be stored there
         (`profile_file.usable_acceptance`).
 
     Raises:
@@ -105,8 +105,8 @@ def measure(
     context, capacity = _fit_context(
         model, max(max_slots_written(model, shape, drafter) for shape in shapes), conditions
     )
-    # Steps for `progress`: compiled loops (3 per shape, or 4 with a drafter other than MTP modules, 2 for plain rounds,
-    # 1 for a cycle of chains), then measurements.
+    # `progress` counts compiled loops (3 per shape, or 4 with a drafter other than MTP modules, 2 for plain rounds, and
+    # 1 for a cycle of chains) and then measurements.
     per_batch = (3 + (not uses_mtp_modules(config.drafter))) * len(shapes) + 2 + (config.topk == 1) + conditions.repeats
     total, done, costs, waited = per_batch * len(conditions.batches), 0, [], 0.0
 
@@ -159,7 +159,7 @@ def _fit_context(model: MTPModel, num_slots: int, conditions: Conditions) -> tup
 
 
 def _check_modules(model: MTPModel, config: DecodeConfig) -> None:
-    """Raises `ValueError` if MTP modules must draft but the model has none, or must draft a tree but it has several."""
+    """Raises `ValueError` if MTP modules must draft but there are none, or must draft a tree but there are several."""
     num_modules, has_modules = model.config.num_mtp_modules, uses_mtp_modules(config.drafter)
     if has_modules and not num_modules:
         raise ValueError("the model has no MTP modules, so no drafts can be measured")

@@ -1,4 +1,4 @@
-"""The file `profile.json`: the costs of rounds on a device, from which adaptive depth gets its settings."""
+"""Reads and writes `profile.json`, the costs of rounds on a device, which adaptive depth uses to choose depths."""
 
 import hashlib
 import json
@@ -21,20 +21,20 @@ from mtpjax.safe_open import read_json_file
 
 FORMAT, VERSION = "mtpjax-profile", 4
 FILE_NAME = "profile.json"
-MAX_FILE_BYTES = 16 << 20  # maximum size of a profile or of measured acceptance, which take kilobytes
+MAX_FILE_BYTES = 16 << 20  # maximum file size of a profile or of measured acceptance; both need only kilobytes
 MIN_RATE = 0.01  # floor of a level's acceptance rate; a measured rate may be 0
 log = logging.getLogger("mtpjax.decode")
 
 
 def config_digest(config: ModelConfig) -> str:
-    """Computes the digest that ties a profile to a model: costs depend on the configuration, not on the weights."""
+    """Computes the digest that ties a profile to a model. Costs depend on the configuration, not on the weights."""
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def describe_drafter(drafter: Any) -> str | None:
     """Returns the class of a drafter and a digest of its architecture, on which costs depend.
 
-    Returns None for drafters that are given by name: the architecture of MTP modules is in the model's configuration.
+    Returns None for drafters that are given by name, because the model's configuration describes its MTP modules.
     """
     if not isinstance(drafter, Drafter):
         return None
@@ -43,7 +43,7 @@ def describe_drafter(drafter: Any) -> str | None:
 
 
 def device_properties() -> dict[str, Any]:
-    """Returns the properties of this process that costs depend on: device, JAX version, and threads on a CPU."""
+    """Returns the properties of this process that affect costs: device, JAX version, and threads on a CPU."""
     threads = {"threads": num_threads()} if jax.default_backend() == "cpu" else {}
     return {"device_kind": jax.devices()[0].device_kind, "jax_version": jax.__version__, **threads}
 
@@ -63,12 +63,12 @@ def save(path, profile: dict[str, Any]) -> None:
 
 
 def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
-    """Reads and checks a profile file, or the one in a folder. Returns the profile, and its costs per batch size.
+    """Reads and checks a profile, given its file or folder. Returns the profile, and its costs per batch size.
 
     Raises:
         ValueError: the file is missing or damaged, or has a different format.
     """
-    # 1. Parse the file, and recognise its format and version.
+    # 1. Parse the file, and check its format and version.
     path = pathlib.Path(path)
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -102,7 +102,7 @@ def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
 def load_depth_settings(
     path, *, batch: int, num_steps: int, config: ModelConfig | None = None, drafter: Any = "mtp"
 ) -> dict[str, Any]:
-    """Reads the settings for adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
+    """Reads the settings for `DecodeConfig(depth_policy="adaptive", …, **settings)` from a profile.
 
     Logs a warning if the profile cannot be trusted, or was measured with a different device, JAX version or number of
     threads.
@@ -121,7 +121,7 @@ def load_depth_settings(
         ValueError: the profile is missing or damaged, is for a different model or drafter, or has no costs for chains
             up to this depth.
     """
-    # 1. Costs for a different model or drafter are useless.
+    # 1. Reject costs for a different model or drafter, which are useless here.
     profile, measured = read(path)
     if config is not None and profile.get("model_config_sha256") != config_digest(config):
         raise ValueError(f"{path} was measured on a different model: run `mtpjax profile` for this one")
@@ -162,11 +162,11 @@ def depth_settings(
     """
     # Take the nearest batch size by ratio, or the larger of two equally near ones.
     nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
-    # Adaptive depth drafts chains, so the costs of trees do not count.
+    # Adaptive depth drafts chains, so it ignores the costs of trees.
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
     missing = [depth for depth in range(1, num_steps + 1) if depth not in rounds]
     if missing:
-        deepest = f"chains of 1..{max(rounds)} levels" if max(rounds) else "no chains"
+        deepest = f"costs for chains of 1..{max(rounds)} levels" if max(rounds) else "no costs for chains"
         raise ValueError(f"{origin} has {deepest}; depth {missing[0]} needs `mtpjax profile --num-steps {num_steps}`")
     plain = rounds[0]
     return {
@@ -213,8 +213,8 @@ def read_acceptance(path) -> dict[str, list[float]]:
     """Reads `usable_acceptance` over all prompts from a file that `mtpjax eval acceptance --output` wrote.
 
     Raises:
-        ValueError: the file has different content, or it measured trees or a lossy rule, which accept more tokens than
-            the chains under an exact rule that adaptive depth drafts.
+        ValueError: the file was not written by that command, or it measured trees or a lossy rule. Both accept more
+            tokens than chains under an exact rule, which adaptive depth uses.
     """
     # A file that lacks a value was written by something else.
     try:

@@ -1,4 +1,4 @@
-"""Tables for a profile, and the acceptance rate at which drafts break even."""
+"""Makes tables for a profile, and computes the acceptance rate at which drafts break even."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
     """Computes the acceptance rate above which rounds with drafts are faster than plain decoding.
 
     Returns:
-        The rate a, the same at every level, with 1 + a + ... + a^K = `relative_cost`; None if even a = 1 is too low.
+        The rate a, equal at all levels, that solves 1 + a + ... + a^K = `relative_cost`; None if even a = 1 is too low.
     """
     if relative_cost > num_steps + 1:
         return None
@@ -41,7 +41,7 @@ def tables(profile: dict[str, Any]):
             draft, last = ["draft's\nshare"], ("plain rounds\n= break-even\nlength", "rate per\nlevel to\nbreak even")
         headings = ("drafts", "nodes", "round\nms", "parts'\nshare", *draft, "verify's\nshare", *last)
         table = number_table(title, headings)
-        # A round breaks even if its accept length equals its cost, in units of plain rounds.
+        # A round breaks even if its accept length equals its cost in plain rounds.
         for shape, seconds in costs.round.items():
             relative_cost = seconds / costs.round[PLAIN_STEP]
             rate = break_even_rate(relative_cost, shape.num_steps) if shape.num_steps else 0.0

@@ -1,4 +1,4 @@
-"""The choice of prompts that a command measures on."""
+"""Chooses the prompts that a command measures on."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from mtpjax.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class PromptChoice:
-    """A choice of prompts.
+    """The settings that choose prompts.
 
     Attributes:
         path: a prompt file; None: not given.
@@ -31,7 +31,7 @@ class PromptChoice:
         return choose_prompts(read_prompts(self.path), self.count, categories=self.categories, seed=seed)
 
     def limit(self, config: ModelConfig, max_new_tokens: int) -> int:
-        """Returns the maximum prompt length: prompt and new tokens together must fit the model's maximum length."""
+        """Returns the maximum prompt length that leaves room for the new tokens within the model's maximum length."""
         return max_prompt_length(config.max_position_embeddings, max_new_tokens, self.max_tokens)
 
     def encode(

@@ -1,7 +1,7 @@
-"""Predicts the time of a decoding round on a GPU from bytes, operations and launches: `mtpjax profile --predict`.
+"""Predicts the time of a decoding round on a GPU from bytes, operations and launches, for `mtpjax profile --predict`.
 
-Nothing runs and no weights are read: all counts come from the configuration. A prediction is an estimate for the
-kernels in this package, not a measurement; its assumptions are the constants in this file.
+Nothing runs and no weights are read, because all counts come from the configuration. A prediction is an estimate for
+the kernels in this package, not a measurement; its assumptions are the constants in this file.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ class Device:
     """A GPU according to its data sheet, with assumptions about kernels on it.
 
     Attributes:
-        name: its name.
-        memory: bytes.
+        name: name of the GPU.
+        memory: memory size in bytes.
         bandwidth: bytes per second.
         flops: dense bfloat16 operations per second.
         bandwidth_share: share of the bandwidth that bfloat16 kernels are assumed to reach.
-        fp8_bandwidth_share: the same share for kernels that read fp8 weights, which they must convert.
+        fp8_bandwidth_share: the same share for kernels that read and convert fp8 weights.
         flops_share: share of `flops` that kernels are assumed to reach.
         seconds_per_launch: assumed time from the end of a kernel to the start of the next one in a graph.
         link: bytes per second that a GPU can send to GPUs in its node, in one direction.
@@ -47,18 +47,18 @@ class Device:
     network: float
 
 
-# Bandwidth shares are estimated from the kernels' machine code: loads in flight, and instructions per tile.
+# The bandwidth shares are estimates from the kernels' machine code, based on loads in flight and instructions per tile.
 DEVICES = {
     "h100": Device("H100 SXM", 80e9, 3.35e12, 989e12, 0.8, 0.65, 0.5, 2e-6, 450e9, 50e9),
     "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6, 450e9, 50e9),
     "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6, 448e9, 50e9),
 }
-# Numbers of launches, counted by `python -m experiments.kernels.gpu_launches` in modules compiled for an H100.
+# Launch counts from `python -m experiments.kernels.gpu_launches`, for modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
-LAUNCHES_OF_LINEAR_ATTENTION = 8  # in addition to those of softmax attention: XLA runs convolution, decay and gates
-LAUNCHES_OF_EXPERTS = 5  # in addition to those of a dense layer
-LAUNCHES_OF_QUERY_LATENT = 2  # in addition, if the queries of latent attention go through a latent
-LAUNCHES_OF_INDEXER = 12  # estimated, not counted: XLA runs the indexer
+LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention, because XLA runs convolution, decay and gates
+LAUNCHES_OF_EXPERTS = 5  # more than a dense layer
+LAUNCHES_OF_QUERY_LATENT = 2  # more if latent attention also projects its queries through a latent
+LAUNCHES_OF_INDEXER = 12  # estimated rather than counted; XLA runs the indexer
 LAUNCHES_PER_ROUND = 27  # outside layers: embedding, masks, head, sampling, commit
 LAUNCHES_PER_LEVEL = 14  # per draft level, in addition to the module's layer
 
@@ -69,7 +69,7 @@ class Part:
 
     Attributes:
         name: "weights" (the trunk without experts or head), "experts", "head", "cache" or "MTP modules".
-        nbytes: bytes that are read at least once.
+        nbytes: number of bytes that must be read at least once.
         flops: number of operations.
     """
 
@@ -86,8 +86,8 @@ class Collective:
         name: what is sent.
         axis: the mesh axis.
         count: number of collectives.
-        nbytes: bytes that each device sends in all of them.
-        seconds: estimated time of all of them.
+        nbytes: bytes that each device sends in total.
+        seconds: estimated total time.
     """
 
     name: str
@@ -99,12 +99,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round of a batch on a device, or on the devices of a mesh.
+    """The estimated time of one round for a batch, on one device or on a mesh of devices.
 
     Attributes:
         num_steps: draft levels.
         parts: bytes and operations by part.
-        seconds_of_parts: seconds for each part's bytes or its operations, whichever takes longer.
+        seconds_of_parts: seconds per part, either for its bytes or for its operations, whichever takes longer.
         launches: number of kernel launches.
         seconds_of_launches: seconds for all launches.
         collectives: the collectives in the round.
@@ -132,7 +132,7 @@ class Round:
 
     @property
     def seconds_by_column(self) -> dict[str, float]:
-        """Seconds by table column: as by part, but the head counts as dense weights."""
+        """Seconds by table column, which are the seconds by part, except that the head counts as dense weights."""
         seconds = self.seconds_by_part
         seconds["weights"] += seconds.pop("head")
         return seconds
@@ -154,9 +154,9 @@ def predict_round(
     weight_bytes: float = 2.0,
     num_devices: int = 1,
 ) -> Round:
-    """Predicts one round: a trunk pass over each row's drafts, and the draft levels.
+    """Predicts the time of one round, in which the trunk verifies each row's drafts and the draft levels run.
 
-    Experts are assumed to be chosen uniformly. Weights, caches and work are split evenly over several devices, whose
+    Experts are assumed to be chosen uniformly. With several devices, weights, caches and work are split evenly, and
     communication is not counted.
 
     Args:
@@ -167,7 +167,7 @@ def predict_round(
         num_devices: number of GPUs that share the model.
 
     Raises:
-        ValueError: a number is out of range, or there are draft levels without MTP modules.
+        ValueError: a number is out of range, or there are draft levels but no MTP modules.
     """
     least = {"batch": (batch, 1), "context": (context, 1), "num_steps": (num_steps, 0), "num_devices": (num_devices, 1)}
     check_numbers(config, num_steps, least)
@@ -184,10 +184,10 @@ def predict_round(
 
 
 def check_numbers(config: ModelConfig, num_steps: int, least: Mapping[str, tuple[int, int]]) -> None:
-    """Checks the numbers in `least`, `(number, minimum)` by name, and that the model can draft `num_steps` levels.
+    """Checks each `(number, minimum)` pair in `least`, and that the model can draft `num_steps` levels.
 
     Raises:
-        ValueError: a number is out of range, or there are draft levels without MTP modules.
+        ValueError: a number is out of range, or there are draft levels but no MTP modules.
     """
     for name, (value, minimum) in least.items():
         if value < minimum:
@@ -212,7 +212,7 @@ def make_round(
     Args:
         work: a device's share of the model and batch.
         context: tokens in each row's KV cache.
-        has_fp8: the weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
+        has_fp8: whether the weights are fp8. Caches stay bfloat16, and the other parts consist mostly of weights.
         num_devices: number of devices that share the parts' time evenly. Each device launches all kernels, so the time
             of launches is not divided.
     """
@@ -272,7 +272,7 @@ class Work:
 
 def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int) -> Iterator[Part]:
     """Yields one device's bytes and operations in a round; `context` is the number of tokens in each row's cache."""
-    # Each draft level runs one module: the first level over the round's new tokens, the others over one token.
+    # Each draft level runs one module. The first level processes the round's new tokens, and the others one token each.
     elements, nbytes, nodes = work.elements, work.nbytes, num_steps + 1
     tokens = work.rows * nodes
     # 1. The trunk verifies all nodes in one pass.
@@ -283,7 +283,7 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
     yield _cache(config, config.trunk_kinds, work, context, tokens)
     if not num_steps:
         return
-    # 2. The draft levels. Every level reads a module and the head again.
+    # 2. Each draft level reads a module and the head again.
     passes, modules = [nodes] + [1] * (num_steps - 1), config.num_mtp_modules
     read = num_steps * (nbytes["module"] / modules + nbytes["head"])
     flops = 2 * work.rows * (sum(passes) * elements["module"] / modules + num_steps * elements["head"])
@@ -295,7 +295,7 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
 
 
 def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]]) -> dict[str, float]:
-    """Adds up what a pass reads, by the groups of `Work`.
+    """Adds up the amounts that a pass reads, by the groups of `Work`.
 
     `leaves` are the path, global shape and amount (elements or bytes) of each array. Embeddings do not count, because
     only a few rows are looked up, but a tied embedding counts as the head.
@@ -313,7 +313,7 @@ def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]])
 
 
 def _experts(name: str, config: ModelConfig, work: Work, group: str, passes: Sequence[int]) -> Part:
-    """Returns bytes and operations of the experts that at least one token in a pass is expected to choose."""
+    """Returns the bytes and operations of the experts that at least one token in a pass is expected to choose."""
     share = config.num_experts_per_tok / config.n_routed_experts
     tokens = [work.expert_rows * nodes for nodes in passes]
     chosen = sum(1 - (1 - share) ** count for count in tokens)

@@ -1,4 +1,4 @@
-"""Tables of predicted rounds, for `mtpjax profile --predict`."""
+"""Makes tables of predicted rounds, for `mtpjax profile --predict`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def tables(
         title += f" (the weights, {needed / 1e9:.0f} GB, do not fit)" * (needed > num_devices * device.memory)
         table = number_table(title, HEADINGS)
         table.caption = _caption(config, num_steps, acceptance_rate)
-        # Depth 0 comes first, because speed-ups are over plain decoding at the same batch size.
+        # Depth 0 comes first, because speed-ups are relative to plain decoding at the same batch size.
         for batch in batches:
             plain = None
             for steps in range(num_steps + 1):

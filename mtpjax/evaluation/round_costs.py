@@ -1,4 +1,4 @@
-"""Measures the costs of a round and of its parts, run as in decoding."""
+"""Measures the costs of a round and of its parts, which run as in decoding."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from mtpjax.evaluation.trust import seconds_beyond, time_calls
 from mtpjax.models.model import MTPModel
 
 MAX_ROUNDS_PER_TIMING = 512  # maximum number of rounds in one timing
-MAX_MEASURED_STEPS = 32  # maximum depth to measure: each depth compiles several programs, which grow with the depth
+MAX_MEASURED_STEPS = 32  # maximum depth to measure, because each depth compiles several programs that grow with it
 
 
 class CostMeter:
@@ -49,7 +49,7 @@ class CostMeter:
             time_full_rounds: also time whole rounds as the decoding loop runs them. For chains, this includes a cycle
                 through all depths; for drafters other than MTP modules, it includes drafting alone.
             drafter: the draft method, as in `DecodeConfig`.
-            draft_params: its parameters, if it has its own.
+            draft_params: the drafter's parameters, if it has any.
         """
         self.batch, self._seconds_per_timing, self._arguments = conditions.batch, seconds, (params, draft_params)
         self._loops: dict[tuple[str, RoundShape], Callable[[], RoundLoop]] = {}
@@ -69,8 +69,8 @@ class CostMeter:
             configs = tuple(map(config_of, shapes))
             self._loops[kind, shapes[0]] = functools.partial(full_round_loop, dtype, model, configs, conditions)
 
-        # 1. Per shape: all parts, verification alone (a plain round has no other part), drafting alone, and the whole
-        #    round.
+        # 1. For each shape, time all parts, verification alone (the only part of a plain round), drafting alone, and
+        # the whole round.
         for shape in dict.fromkeys((PLAIN_STEP, *shapes)):
             add_passes("parts", shape)
             if shape != PLAIN_STEP:
@@ -86,7 +86,7 @@ class CostMeter:
         self._seconds: dict = {timed: [] for timed in self._loops}
 
     def compile(self, on_compiled: Callable[[], None] = lambda: None) -> None:
-        """Compiles the loops; `on_compiled` is called after each."""
+        """Compiles the loops, and calls `on_compiled` after each one."""
         for timed, make_loop in self._loops.items():
             if timed not in self._timers:
                 self._timers[timed] = _timer(self._arguments, make_loop(), seconds=self._seconds_per_timing)
@@ -103,7 +103,7 @@ class CostMeter:
                     self._seconds[timed].append(seconds)
 
     def plain_steps(self, shape: RoundShape) -> np.ndarray:
-        """Returns the cost of a round's parts in units of plain rounds, `[R]`: one value per measurement."""
+        """Returns the cost of a round's parts in units of plain rounds, `[R]`, with one value per measurement."""
         return np.array(self._seconds["parts", shape]) / np.array(self._seconds["parts", PLAIN_STEP])
 
     def costs(self) -> RoundCosts:
@@ -119,7 +119,8 @@ class CostMeter:
         for (kind, shape), times in self._seconds.items():
             medians[kind][shape] = float(np.median(plain) * np.median(np.array(times) / plain))
         rounds, change = medians["round"], 0.0
-        # The cost of a change of depth is the cycle's time minus that of its rounds, divided by the number of rounds.
+        # The cost of a change of depth is the cycle's time minus the time of its rounds, divided by the number of
+        # rounds.
         if medians["cycle"]:
             chains = [seconds for shape, seconds in rounds.items() if shape.topk == 1]
             change = max(medians["cycle"][PLAIN_STEP] - sum(chains), 0.0) / len(chains)
@@ -137,8 +138,8 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
 
     inputs = timed.inputs
 
-    # The parameters are arguments, as in decoding: XLA would fold constants and store them in the program. On CUDA, the
-    # loop is one graph, also as in decoding.
+    # The parameters are arguments, as in decoding, because XLA would fold constant parameters and store them in the
+    # program. On CUDA, the loop is one graph, also as in decoding.
     @one_graph(donate_argnums=2)
     def loop(limit, arguments, inputs):
         prepared = timed.prepare(*arguments)
@@ -152,7 +153,7 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
         nonlocal inputs
         inputs = jax.block_until_ready(loop(rounds, arguments, inputs))
 
-    # Choose the number of rounds that takes the wanted time: a call of 9 rounds and a call of 1 differ by 8 rounds.
+    # Choose how many rounds take the wanted time. A call of 9 rounds and a call of 1 differ by the time of 8 rounds.
     call(1)  # compiles
     one, nine = np.min([time_calls(lambda: call(1), lambda: call(9))[:2] for _ in range(3)], axis=0)
     num_rounds = round(min(max(8 * seconds / max(nine - one, 1e-9), 4), MAX_ROUNDS_PER_TIMING))

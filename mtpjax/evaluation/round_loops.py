@@ -1,4 +1,4 @@
-"""The loops that `round_costs` times: loops over only the passes of a round, and loops over whole rounds."""
+"""Makes the loops that `round_costs` times, over only the passes of a round or over whole rounds."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class TimingConditions(NamedTuple):
 
 
 class RoundLoop(NamedTuple):
-    """A loop to time, with the parameters of the model and of the drafter as its arguments."""
+    """A loop to time, which takes the parameters of the model and of the drafter as arguments."""
 
     prepare: Callable[[Any, Any], Any]  # prepared = prepare(params, draft_params), before the loop
     body: Callable[[Any, jax.Array, Any], Any]  # inputs = body(prepared, index of the round, inputs)
@@ -60,14 +60,14 @@ def passes_loop(
 ) -> RoundLoop:
     """Makes a loop over the passes of a round: drafting, verification, or both.
 
-    As in decoding, the drafter extends over the last round's tokens, then drafts, and a trunk pass verifies the nodes.
-    Nothing is accepted. Every round starts at a different length, because XLA would move work that depends on a
-    constant length out of the loop.
+    As in decoding, the drafter extends over the last round's tokens and drafts, and then a trunk pass verifies the
+    nodes. No acceptance rule runs. Every round starts at a different length, because XLA would move work that depends
+    on a constant length out of the loop.
 
     Args:
         config: the drafter and the shape of the round.
-        drafts: run the drafter; otherwise verification takes tokens of the text as nodes.
-        verifies: run the trunk's pass, and pass its states to the drafter.
+        drafts: run the drafter; otherwise the nodes to verify are tokens of the text.
+        verifies: run the trunk, and pass its states to the drafter.
     """
     decoder, inputs = _running_rows(dtype, model, config, conditions)
     spec, drafter = decoder.spec, decoder.drafter
@@ -86,7 +86,7 @@ def passes_loop(
             verified = verify(decoder, weights, state, draft)
             tokens, trunk = verified.target_tokens, commit(verified.trunk, state.trunk.length)
             if tokens is None:
-                assert verified.logits is not None  # one of both is set
+                assert verified.logits is not None  # one of the two is set
                 tokens = jnp.argmax(verified.logits, axis=-1).astype(jnp.int32)
             state = state.replace(trunk=trunk)
         if drafts and verifies:
@@ -95,7 +95,7 @@ def passes_loop(
             accepted = Acceptance(None, num_accepted, tokens[:, path])
             states = jax.tree.map(lambda kept: kept[:, path], verified.states)
             state = state.replace(drafter=drafter.commit(decoder, state, states, accepted))
-        # 3. The results become the text of the next round, so XLA cannot leave out their computation.
+        # 3. The results become the text of the next round, so XLA cannot remove their computation.
         return state.replace(tokens=write_rows(state.tokens, tokens, state.length - 1))
 
     return RoundLoop(_prepare(decoder, config), body, inputs)
@@ -108,7 +108,7 @@ def full_round_loop(
 
     If there are several configs, all must be chains.
     """
-    # 1. Make the rows for the deepest shape; shallower chains are the same call at a different depth.
+    # 1. Make the rows for the deepest shape. Shallower chains are the same call at a different depth.
     config = max(configs, key=lambda config: config.num_steps)
     deepest, inputs = _running_rows(dtype, model, config, conditions)
     decoders = [deepest.at_depth(each.num_steps) for each in configs] if len(configs) > 1 else [deepest]
@@ -118,7 +118,7 @@ def full_round_loop(
     def body(weights: Weights, index: jax.Array, state: DecodeState) -> DecodeState:
         for decoder in decoders:
             state = _at_length(state, conditions.context + 1 + index % num_starts)
-            # An adaptive call runs each depth in a loop of its own, so a cycle does the same.
+            # An adaptive call runs each depth in a separate loop, so a cycle does the same.
             run = lambda state, decoder=decoder: run_round(decoder, weights, state)
             state = cond_as_while_loop(run, index >= 0, state) if len(decoders) > 1 else run(state)
         return state
@@ -138,7 +138,7 @@ def _prepare(decoder: Decoder, config: DecodeConfig) -> Callable[[Any, Any], Wei
 
 
 def _nodes_of_text(state: DecodeState, spec: DecodeSpec) -> Draft:
-    """Makes a draft from tokens of the text, in a tree of the right shape."""
+    """Makes a draft from tokens of the text, with the shape of the tree in `spec`."""
     tokens = read_rows(state.tokens, state.length - 1, spec.num_nodes)
     if spec.topk == 1:
         return Draft(tokens)
@@ -166,12 +166,12 @@ def _running_rows(
 
 
 def _at_length(state: DecodeState, length: jax.Array) -> DecodeState:
-    """Moves all rows to a length `[]`, as if the previous round had accepted no draft."""
+    """Sets all rows to the same `length`, `[]`, as if the previous round had accepted no draft."""
     length = jnp.full_like(state.length, length)
     draft_state = state.drafter
     if hasattr(draft_state, "hidden_start"):
-        # The drafter's buffer starts at the oldest position that it must still process: one position back, or one per
-        # MTP module.
+        # The drafter's buffer starts at the oldest position that the drafter must still process, which is one position
+        # back, or one per MTP module.
         num_caches = len(getattr(draft_state, "caches", (None,)))
         start = jnp.maximum(length - 1 - max(num_caches, 1), 0)
         draft_state = draft_state.replace(hidden_start=start)
@@ -184,5 +184,5 @@ def _at_length(state: DecodeState, length: jax.Array) -> DecodeState:
 
 
 def _num_start_positions(decoder: Decoder, conditions: TimingConditions) -> int:
-    """Returns the number of slots after the context at which a round can start so that its writes fit, at least 1."""
+    """Returns the number of slots after the context where a round can start and its writes still fit, at least 1."""
     return max(1, conditions.capacity - conditions.context - decoder.slots_per_round - conditions.min_rows)

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 
 class RoundShape(NamedTuple):
-    """The size of a round: draft levels, tree width, and verified nodes.
+    """The size of a round, given by its draft levels, tree width and verified nodes.
 
     `chain_shape` makes the shape of a chain. `PLAIN_STEP` is a round without drafts.
     """
 
     num_steps: int  # draft levels, K
     topk: int  # children per tree node; 1 for a chain
-    num_nodes: int  # nodes verified, W, including the pending token
+    num_nodes: int  # verified nodes, W, including the pending token
 
 
 def chain_shape(num_steps: int) -> RoundShape:
@@ -50,9 +50,9 @@ class RoundCosts:
         return self.parts[PLAIN_STEP]
 
     def ideal_ratio(self, accept_length: float, shape: RoundShape) -> float:
-        """Computes the speed-up over plain decoding if a round cost only its parts: `accept_length / parts`.
+        """Computes `accept_length / parts`, the speed-up over plain decoding if a round cost only its parts.
 
-        `accept_length` includes the bonus token; parts are in units of a plain round.
+        `accept_length` includes the bonus token, and `parts` is in units of a plain round.
         """
         return accept_length * self.plain / self.parts[shape]
 
@@ -69,13 +69,13 @@ class RoundCosts:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "RoundCosts":
-        """Restores costs from `to_json`.
+        """Restores costs that `to_json` returned.
 
         Args:
             stored: the JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError: `stored` is not such an object.
+            KeyError, TypeError, ValueError: `stored` is not an object from `to_json`.
         """
         costs = cls(int(stored["batch"]), {}, {}, {}, float(stored["change_seconds"]))
         for row in stored["rounds"]:

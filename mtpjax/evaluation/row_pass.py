@@ -1,4 +1,4 @@
-"""Runs a compiled pass over whole rows of text on the devices that hold the parameters, and returns its scores."""
+"""Runs a compiled pass over whole rows of text, on the devices with the parameters, and returns its scores."""
 
 import contextlib
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def run_on_rows(
     Args:
         score: `score(params, draft_params, rows, **settings)` returns arrays `[B, ...]`.
         params: the model's parameters, whose sharding determines the mesh.
-        draft_params: the drafter's parameters; {} if it has no parameters.
+        draft_params: the drafter's parameters; {} if there are none.
         rows: tree of arrays `[P, ...]` on the host.
         batch_size: maximum number of rows per pass on each device.
         **settings: static arguments.
@@ -31,7 +31,7 @@ def run_on_rows(
     """
     embedding, count = params["embedding"], len(jax.tree.leaves(rows)[0])
     mesh = mesh_of(embedding) if isinstance(embedding, jax.Array) else None
-    # All batches have the same size and share one compiled program. All shards over `data` have equally many rows.
+    # All batches have one size and share one compiled program. All shards over `data` have the same number of rows.
     size = data_size(mesh) * min(batch_size, -(-count // data_size(mesh)))
     parts = []
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():

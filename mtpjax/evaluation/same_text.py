@@ -1,4 +1,4 @@
-"""Compares two texts of the same prompt, and finds how close the logits are where the texts differ."""
+"""Compares two texts for the same prompt, and finds how close the logits are where the texts differ."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def first_divergences(
 
     Returns:
         A `Divergence` per prompt; None for identical texts. If one text is a prefix of the other, they differ at its
-        end, with an infinite gap. The gaps are between the trunk's unmodified logits.
+        end, with an infinite gap. The gaps are computed from the trunk's unmodified logits.
     """
     # 1. Find the first differing token in each pair of texts.
     positions = [
@@ -50,8 +50,8 @@ def first_divergences(
     gaps: dict[int, float] = {}
     if compared:
         config = DecodeConfig(num_steps=0, max_new_tokens=1, logprobs=True)
-        # Decode one token after the common prefix, once for each of the two tokens, as the only allowed token. The
-        # reported log-probabilities come from the unmodified logits, so the normaliser cancels in the difference.
+        # Decode one token after the common prefix twice, allowing only one of the two tokens each time. The reported
+        # log-probabilities come from the unmodified logits, so the normaliser cancels in the difference.
         shared = [[*prompts[number], *rows[number][:place]] for number, place in compared.items()]
         logprobs = []
         for texts in (rows, other_rows):

@@ -1,6 +1,6 @@
 """Checks that the MTP modules of a loaded model draft as well as they did in training.
 
-Wrong norms, swapped inputs or modules from a different checkpoint raise no error and do not change texts: they only
+Wrong norms, swapped inputs or modules from a different checkpoint raise no error and do not change texts; they only
 lower the acceptance rate. Training therefore saves a few held-out rows in the checkpoint's metadata, with the model's
 agreement on them, and `check_acceptance` measures the agreement again.
 """
@@ -20,17 +20,17 @@ from mtpjax.io.huggingface_files import SELF_CHECK_FILE
 from mtpjax.models.model import MTPModel
 from mtpjax.safe_open import read_json_file
 
-MAX_ROWS, MAX_COLUMNS = 4, 128  # maximum number of held-out rows to save, and of tokens per row
+MAX_ROWS, MAX_COLUMNS = 4, 128  # maximum numbers of saved held-out rows and of tokens per row
 MAX_RECORD_BYTES = 1 << 20
-# Maximum differences that count as rounding: loading in bfloat16 changes the means by less.
+# Differences up to these values count as rounding, because loading in bfloat16 changes the means by less.
 TOLERANCE = {"agreement": 0.05, "overlap": 0.02}
 log = logging.getLogger("mtpjax.decode")
 
 
 def make_record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list]:
-    """Measures the record that training saves in the checkpoint's metadata.
+    """Makes the self-check record, which training saves in the checkpoint's metadata.
 
-    It uses the first 4 rows and 128 columns of the held-out `tokens [R, T]` int32.
+    The record uses the first 4 rows and 128 columns of the held-out `tokens`, `[R, T]` int32.
 
     Returns:
         "tokens" (the rows), and for each level "agreement" (the share of positions where the draft's arg-max equals the
@@ -43,7 +43,7 @@ def make_record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths
 
 
 def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
-    """Compares how well a loaded model drafts with what training measured, in one pass over at most 512 tokens.
+    """Compares how well a loaded model drafts with its record from training, in one pass over at most 512 tokens.
 
     Args:
         path: the checkpoint, run folder or Hugging Face directory that the model was loaded from.
@@ -51,8 +51,8 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
         params: its parameters.
 
     Returns:
-        A line per draft level and metric that differs by more than rounding. The lines are also logged as a warning.
-        Empty if nothing differs, or if the checkpoint has no record.
+        A line for each draft level and metric that differs by more than rounding; an empty list if none differs, or if
+        the checkpoint has no record. The lines are also logged as a warning.
 
     Raises:
         ValueError: the record is damaged.
@@ -97,7 +97,7 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
 
 
 def _read_record(path: pathlib.Path) -> dict[str, list] | None:
-    """Reads the record of an mtpjax checkpoint or a Hugging Face directory; None if it has no record."""
+    """Reads the record in an mtpjax checkpoint or a Hugging Face directory; returns None if there is none."""
     # A checkpoint that training wrote has the record in its metadata. A converted checkpoint has it among the Hugging
     # Face files that the conversion keeps.
     if is_checkpoint(path):
@@ -116,10 +116,10 @@ def _read_record(path: pathlib.Path) -> dict[str, list] | None:
 
 
 def _checked_record(record: Any, place: pathlib.Path) -> dict[str, list]:
-    """Returns the record. Raises `ValueError` if it has the wrong form or is larger than training writes."""
+    """Returns the record, or raises `ValueError` if it has the wrong form or is larger than training writes."""
     try:
         rows, levels = record["tokens"], len(record["agreement"])
-        # Bound the sizes first: the rows decide how much memory the check takes.
+        # Check the sizes first, because they determine how much memory the measurement needs.
         if not 0 < len(rows) <= MAX_ROWS or not all(len(row) <= MAX_COLUMNS for row in rows) or levels > MAX_COLUMNS:
             raise ValueError(f"it must have 1 to {MAX_ROWS} rows of at most {MAX_COLUMNS} tokens")
         metrics = np.array([record["agreement"], record["overlap"]], np.float32)

@@ -1,4 +1,4 @@
-"""Counts along a text in one teacher-forced pass: where drafts agree with the trunk, and what decoding would accept.
+"""Counts where drafts agree with the trunk and what decoding would accept, in one teacher-forced pass over a text.
 
 *Predicted* counts are the counts that decoding would have, computed from the pass (`mtpjax.evaluation.predict`).
 """
@@ -53,7 +53,7 @@ def count_teacher_forced(
     temperatures: np.ndarray,
     draft_params: Any = None,
 ) -> tuple[TeacherForcedSums, Predicted]:
-    """Runs one pass over prompts and texts, and predicts decoding from it.
+    """Runs one pass over prompts and texts, and predicts the counts of decoding from it.
 
     The first `num_new [B]` tokens of each text count. The tokens after them are only compared with the last drafts.
     """
@@ -71,7 +71,7 @@ def count_teacher_forced(
     drafter = config.drafter if isinstance(config.drafter, TrainedDrafter) else None
     settings = {"drafter": drafter, "draft_params": draft_params}
     comparison = compare_levels(params, padded, model=model, num_depths=config.num_steps, **settings)
-    # 2. Predict decoding between the ends of the prompts and of the texts.
+    # 2. Predict decoding from the end of each prompt to the end of its text.
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + num_new
     is_greedy = temperatures == 0
@@ -87,10 +87,10 @@ def count_teacher_forced(
 
 
 class LevelComparison(NamedTuple):
-    """A teacher-forced pass, compared with the trunk at each position i and level k: arrays `[B, T, K]`."""
+    """Comparison of the draft levels with the trunk at each position i and level k, as arrays `[B, T, K]`."""
 
     agrees: Any  # bool: level k's arg-max equals the trunk's choice for the same token, i + k + 1
-    overlap: Any  # float: 1 - TV of their distributions
+    overlap: Any  # float: 1 - TV between their distributions
     matches_text: Any  # bool: level k's arg-max equals the text's token
     log_ratio: Any  # float: log q - log p of the text's token; -inf past the end of the text
 
@@ -99,7 +99,7 @@ class PaddedTexts(NamedTuple):
     """Right-padded texts on the host."""
 
     tokens: Any  # [B, T] int32
-    lengths: Any  # [B] int32 tokens of each text
+    lengths: Any  # [B] int32, number of tokens in each text
     temperature: Any  # [B] float32, above 0
 
 
@@ -122,12 +122,12 @@ def compare_levels(
         model: the model.
         num_depths: draft levels, K.
         drafter: a separate drafter; None: MTP modules.
-        draft_params: its parameters.
+        draft_params: the drafter's parameters.
 
     Returns:
         The comparison, `[B, T, K]`, on the host.
     """
-    # The logits of the trunk and of all levels exist at the same time.
+    # The logits of the trunk and of all levels are in memory at the same time.
     num_logits = texts.tokens.shape[1] * model.config.vocab_size * (num_depths + 1)
     batch_size = max(1, MAX_LOGITS_PER_PASS // num_logits)
     network = {} if drafter is None or draft_params is None else draft_params.beside_trunk()
@@ -140,8 +140,8 @@ def _compare_on_shards(
     params: dict, draft_params: dict, texts: PaddedTexts, *, model: MTPModel, num_depths: int, drafter: Any
 ) -> LevelComparison:
     def compare_shard(params: dict, draft_params: dict, texts: PaddedTexts) -> tuple[PaddedTexts, LevelComparison]:
-        # 1. Run the trunk and all levels. Recycled levels attend to the same keys as in decoding: the true prefix, then
-        # their own (`ttt`).
+        # 1. Run the trunk and all levels. Recycled levels attend to the same keys as in decoding, which are the true
+        # prefix's keys and then their own (`ttt`).
         params, (tokens, lengths, temperature) = {**params, **draft_params}, texts
         if drafter is None:
             output = forward(
@@ -182,8 +182,9 @@ def _compare_on_shards(
 
 
 def _sum_over_positions(comparison: LevelComparison, starts: np.ndarray, ends: np.ndarray) -> TeacherForcedSums:
-    """Sums over the continuations: tokens `starts [B]` to `ends [B]` of each text."""
-    # Position i counts from the last prompt token on, as long as the token that position i + k predicts is in the text.
+    """Sums over each text's continuation, from token `starts [B]` to token `ends [B]`."""
+    # Position i counts if it is not before the last prompt token and the token that position i + k predicts is in the
+    # text.
     _, T, K = comparison.agrees.shape
     column, level = np.arange(T)[None, :, None], np.arange(1, K + 1)[None, None, :]
     is_counted = (column >= starts[:, None, None] - 1) & (column + level < ends[:, None, None])

@@ -84,9 +84,9 @@ class _RequestHandler:
         """Decodes the prompts one by one.
 
         Returns:
-            "rows", the tokens and counts of each prompt; "seconds", the decoding time of each, excluding prefill and
-            the first token; "waited", the share of the time that threads waited for a core; and "is_negative", whether
-            any call took no longer than its one-token call. `mtpjax.evaluation.trust` uses the last two.
+            "rows", the tokens and counts of each prompt; "seconds", the decoding time of each prompt, excluding prefill
+            and the first token; "waited", the share of the time that threads waited for a core; and "is_negative",
+            whether any call took no longer than its one-token call. `mtpjax.evaluation.trust` uses the last two.
         """
         from mtpjax.decoding.config import DecodeConfig
         from mtpjax.decoding.sampling_params import SamplingParams
@@ -116,16 +116,16 @@ class _RequestHandler:
         }
 
     def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
-        """Adds measurements of the costs of chains.
+        """Times chains, and adds the results to earlier measurements of their costs.
 
         Returns:
-            The medians so far (`RoundCosts.to_json`), and "waited" as in `decode`, for the new measurements.
+            The medians so far (`RoundCosts.to_json`), and "waited" for the new measurements, as in `decode`.
         """
         from mtpjax.evaluation.round_costs import CostMeter
         from mtpjax.evaluation.round_loops import TimingConditions
         from mtpjax.evaluation.round_shapes import chain_shape
 
-        # The first request compiles the timing loops. Later ones repeat them, regardless of their arguments.
+        # The first request compiles the timing loops. Later requests repeat these loops, regardless of their arguments.
         if self.meter is None:
             shapes = tuple(chain_shape(depth) for depth in num_steps)
             conditions = TimingConditions(1, context, capacity)

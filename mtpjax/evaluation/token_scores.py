@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens and of the most likely tokens there, from one teacher-forced pass."""
+"""Computes log-probabilities of a text's tokens and of the most likely tokens, in one teacher-forced pass."""
 
 import functools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.forward import shift_left, trunk_states
 from mtpjax.models.model import MTPModel, bind
 
-PIECE = 64  # positions whose logits exist at the same time
+PIECE = 64  # number of positions whose logits are in memory at the same time
 
 
 class TokenScores(NamedTuple):
@@ -36,7 +36,7 @@ def score_tokens(
 ) -> list[TokenScores]:
     """Scores the tokens of texts that continue prompts.
 
-    A prompt has at least one token. The `num_top` most likely tokens are returned for each position.
+    Each prompt must have at least one token. The `num_top` most likely tokens are returned for each position.
     """
     # Each device scores one row at a time, to bound the memory.
     columns = round_up_capacity(max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True)))
@@ -53,7 +53,7 @@ def score_tokens(
 
 @functools.partial(jax.jit, static_argnames=("model", "num_top"))
 def _score(params: dict, draft_params: Any, tokens: Any, *, model: MTPModel, num_top: int) -> tuple[jax.Array, ...]:
-    """Returns per position the log-probability of the next token, the best ids, and their log-probabilities."""
+    """Returns, per position, the log-probability of the next token, the best ids, and their log-probabilities."""
 
     def score_shard(params: dict, _: Any, tokens: jax.Array):
         B, T = tokens.shape

@@ -1,4 +1,4 @@
-"""Decides whether a measured speed-up can be trusted. All tables, plots and recommendations use it.
+"""Decides whether a measured speed-up can be trusted, for all tables, plots and recommendations.
 
 A measurement that cannot be trusted has a *problem*, a text that starts with its kind:
 
@@ -23,13 +23,13 @@ from mtpjax.evaluation.machine import has_waiting_times
 T = TypeVar("T")
 KINDS = ("impossible", "disturbed", "uncertain")
 # In an undisturbed measurement, threads wait for a core at most this share of the time. On idle machines the share was
-# up to 0.035: the time in which a core sleeps and wakes up between two threads does not count as idle.
+# up to 0.035, because the time in which a core sleeps and wakes up between two threads does not count as idle.
 MAX_WAITING_SHARE = 0.05
 # Maximum ratio of an interval's upper end to its lower end. Above it, the speed is not known within a factor of two.
 MAX_INTERVAL_FACTOR = 2.0
 # A round costs at least its passes, whose costs are themselves measured to within a few percent.
 MAX_SHARE_OF_IDEAL = 1.1
-MAX_TIMING_TRIES = 10  # tries to get two times with a positive difference
+MAX_TIMING_TRIES = 10  # maximum number of tries to get two times with a positive difference
 
 
 def speed_up_problem(
@@ -54,7 +54,7 @@ def speed_up_problem(
     Returns:
         The reason, which starts with one of `KINDS`; None if the speed-up can be trusted.
     """
-    # 1. Times that no machine can reach: one of them was disturbed.
+    # 1. If no machine can reach the times, one of them was disturbed.
     busy = f"waited {waited:.0%} of the time for a core" if waited > MAX_WAITING_SHARE else ""
     impossible = None
     if is_negative:  # the time of a one-token call is subtracted from every call
@@ -67,7 +67,7 @@ def speed_up_problem(
         impossible = f"above the ideal {ideal:.2f}"
     if impossible is not None:
         return f"impossible: {impossible}" + (f"; {busy}" if busy else "")
-    # 2. Times that may be right, but were disturbed, or vary too much.
+    # 2. Other times may be right, but are not trusted if they were disturbed or vary too much.
     if busy:
         return f"disturbed: {busy}"
     if math.isnan(ratio.low):
@@ -78,12 +78,12 @@ def speed_up_problem(
 
 
 def waiting_problem(waited: float) -> str | None:
-    """Returns why other times cannot be trusted ("disturbed: …"), or None; `waited` is as in `speed_up_problem`."""
+    """Returns why a timing cannot be trusted ("disturbed: …"), or None. `waited` is as in `speed_up_problem`."""
     return speed_up_problem(Estimate(1.0, 1.0, 1.0), None, waited=waited)
 
 
 def mark(problem: str | None) -> str:
-    """Returns the suffix for a number in tables and plots: " ?" if it cannot be trusted, else empty."""
+    """Returns the suffix for a number in tables and plots: " ?" if it cannot be trusted, otherwise an empty string."""
     return " ?" if problem else ""
 
 
@@ -93,7 +93,7 @@ def is_impossible(problem: str | None) -> bool:
 
 
 def can_pass(problem: str | None) -> bool:
-    """Returns whether the measurement may succeed on an idle machine: it was disturbed or impossible, not uncertain."""
+    """Returns whether a repeat on an idle machine may fix the problem, which must be "disturbed" or "impossible"."""
     return bool(problem) and not str(problem).startswith("uncertain")
 
 

@@ -34,7 +34,7 @@ def find_questions(
 
     Args:
         params: model parameters; shapes suffice.
-        config: decoding settings, which are traced with their draft levels and without drafts.
+        config: decoding settings, traced once with their draft levels and once without drafts.
         batches: batch sizes.
         context: number of slots in the KV caches.
         prefill_chunk: tokens per row in a prefill pass.
@@ -71,7 +71,7 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
         rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, SamplingArrays.greedy(batch))
         state = decoder.empty_state(StateShape.of(rows), jnp.dtype(params["embedding"].dtype))
         state = start_rows(state, rows, vocab_size=decoder.vocab_size)
-        # Call the function inside `jax.jit`, which itself would not trace a known call again.
+        # Call the function that `jax.jit` wraps, because `jax.jit` itself does not trace a known call again.
         return inspect.unwrap(decode.plain)(params, own, state, decoder=decoder)
 
     with dispatch.record_choices() as asked:
@@ -88,7 +88,7 @@ def measure(
 
     Args:
         questions: what to measure, from `find_questions`.
-        rounds: measurements per implementation, taken in rotation; the median counts.
+        rounds: measurements per implementation, taken in rotation; the result is their median.
         implementations: implementations to time; None: all that the op has here.
 
     Yields:
@@ -133,7 +133,7 @@ def not_measured(questions: Sequence[Question]) -> list[Question]:
 
 
 def seconds_per_call(call: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """Times one call by repeating it until all repeats take `least` seconds. It must have run once before."""
+    """Times one call by repeating it until all repeats take `least` seconds. The call must have run once before."""
     jax.block_until_ready(call())
     count = 1
     while True:

@@ -41,7 +41,7 @@ def generate(
     lengths: Any = None,
     mesh: Mesh | None = None,
 ) -> GenerationResult:
-    """Decodes without drafts, one token per pass: `speculative_generate` with `num_steps=0`.
+    """Decodes one token per pass without drafts, like `speculative_generate` with `num_steps=0`.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -49,9 +49,9 @@ def generate(
         model: the model.
         config: settings; draft and acceptance settings are ignored. None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
-        key: a `jax.random` key that seeds rows without a seed.
+        key: a `jax.random` key that seeds the rows if `sampling` sets no seed.
         lengths: `[B]` prompt lengths of a right-padded array.
-        mesh: shards parameters and caches over this mesh.
+        mesh: mesh to shard parameters and caches over; None: the parameters' mesh, if any.
 
     Returns:
         The new tokens, finish reasons and step counts.
@@ -77,7 +77,7 @@ def generate(
 
 
 def without_drafts(config: DecodeConfig) -> DecodeConfig:
-    """Returns the settings for plain decoding: every round verifies only the pending token and appends one token."""
+    """Returns settings for plain decoding, in which a round verifies only the pending token and appends one token."""
     return dataclasses.replace(
         config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
     )
@@ -96,12 +96,13 @@ def speculative_generate(
     mesh: Mesh | None = None,
     draft_params: Any = None,
 ) -> GenerationResult:
-    """Continues prompts with speculative decoding: a drafter proposes tokens; one trunk pass per round verifies them.
+    """Continues prompts with speculative decoding, in which one trunk pass per round verifies a drafter's tokens.
 
-    At temperature 0 in float32 the tokens equal those of `generate`, regardless of the drafts. At higher temperatures
-    they follow the same distribution, under every acceptance rule except the lossy ones (`DecodeConfig`). The whole
-    call is one jitted function: a prefill and a `lax.while_loop`. A second call does not recompile if the batch, the
-    cache capacity (the longest sequence, rounded up), the static settings and the sampling options in use are the same.
+    At temperature 0 in float32, the tokens are the same as those of `generate`, regardless of the drafts. At higher
+    temperatures they have the same distribution, unless the acceptance rule is lossy (`DecodeConfig`). The whole call
+    is one jitted function, which runs a prefill and a `lax.while_loop`. A second call does not recompile if the batch,
+    the cache capacity (the longest sequence, rounded up), the static settings and the sampling options in use are the
+    same.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -109,11 +110,11 @@ def speculative_generate(
         model: the model.
         config: settings; None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
-        key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend only on its seed, or on
-            the key and the row's index.
+        key: a `jax.random` key that seeds the rows if `sampling` sets no seed. A row's random numbers depend only on
+            its seed, or on the key and the row's index.
         lengths: `[B]` prompt lengths of a right-padded array.
-        mesh: shards parameters and caches over this mesh (`mtpjax.models.decoding_layout`); None: the parameters' mesh,
-            if any. `shard_for_decoding` moves parameters once for many calls.
+        mesh: mesh to shard parameters and caches over (`mtpjax.models.decoding_layout`); None: the parameters' mesh, if
+            any. `shard_for_decoding` moves parameters once for many calls.
         draft_params: the drafter's parameters; None: the MTP modules in `params`.
 
     Returns:
@@ -146,7 +147,7 @@ def speculative_generate(
     )
     rows = call.make_rows(prompts, sampling, key)
 
-    # 3. Run the compiled call: prefill, then rounds until every row is done. It donates the state.
+    # 3. Run the compiled call, which runs prefill and then rounds until every row is done. It donates the state.
     def run() -> GenerationResult:
         return call.collect(decode_batch(call, call.start(rows)), B)
 
@@ -167,9 +168,9 @@ def make_call(
     """Checks prompts and settings, moves the parameters to the mesh, and sizes the caches for the longest prompt.
 
     Args:
-        batch: rows that decode at the same time.
+        batch: number of rows that are decoded at the same time.
         draft_params: the drafter's parameters; None: the MTP modules in `params`.
-        mesh: moves the parameters to this mesh; None leaves them where they are.
+        mesh: mesh to move the parameters to; None leaves them where they are.
 
     Raises:
         ValueError: in the same cases as `speculative_generate`.
@@ -207,7 +208,7 @@ class BatchCall(NamedTuple):
         )  # fmt: skip
 
     def num_rows(self, batch: int) -> int:
-        """Returns the number of rows in a state for `batch` requests, a multiple of the mesh's `data` size."""
+        """Returns the number of rows for `batch` requests, rounded up to a multiple of the mesh's `data` size."""
         return -(-batch // data_size(self.mesh)) * data_size(self.mesh)
 
     @library_settings()

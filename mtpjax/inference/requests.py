@@ -1,4 +1,4 @@
-"""Requests on the host: checks prompts and settings, and converts them to the arrays of the compiled call."""
+"""Checks prompts and settings on the host, and converts them to the arrays of the compiled call."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
 
 
 def make_drafter(config: DecodeConfig) -> Drafter:
-    """Returns the drafter of `config`; for `num_steps=0` the base `Drafter`, which proposes no tokens.
+    """Returns the drafter that `config` selects, or the base `Drafter`, which drafts nothing, for `num_steps=0`.
 
     Raises:
         ValueError: if `config.drafter` is neither a `Drafter` nor the name of a method that drafts without files.
@@ -84,7 +84,7 @@ def params_to_device(params: dict) -> dict:
 def explain_param_errors(params: dict, model: MTPModel) -> Iterator[None]:
     """Turns Flax's errors about missing or misshapen parameters into a one-line `ValueError`.
 
-    Flax compares parameters while it traces, so correct calls cost nothing extra.
+    Flax compares parameters while it traces, so the check costs nothing in correct calls.
     """
     try:
         yield
@@ -111,7 +111,7 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         raise ValueError(
             "prompts must be token ids, not text: encode each text with mtpjax.load_tokenizer(path).encode(text)"
         )
-    # An array may be padded; `lengths` says how much of each row is prompt.
+    # An array may be padded; `lengths` is the number of prompt tokens in each row.
     if isinstance(prompts, (np.ndarray, jax.Array)):
         prompts = np.asarray(prompts)
         require(prompts.ndim == 2, f"prompts must be [B, T] or a list of token lists, got shape {prompts.shape}")
@@ -130,7 +130,7 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         raise ValueError("prompts must be [B, T] or a list of token lists; a single prompt is a list of one token list")
     try:
         return [np.asarray(row) for row in prompts]
-    except ValueError as error:  # NumPy's message about a ragged list does not say which prompt
+    except ValueError as error:  # NumPy's message about a ragged list does not say which prompt is wrong
         raise ValueError("prompts must be lists of token ids, not lists of lists") from error
 
 
@@ -227,7 +227,7 @@ def make_stop_table(config: DecodeConfig) -> np.ndarray:
     Sequences are right-aligned, with -1 before shorter sequences and in unused rows. N and Z are rounded up, so that
     similar requests share a compiled program.
     """
-    # A stop token is a sequence of length 1. Without longer sequences the table has only one column, the cheapest case.
+    # A stop token is a sequence of length 1. Without longer sequences the table has only one column, which is cheapest.
     sequences = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
     longest = max(map(len, sequences), default=1)
     width = 1 if longest == 1 else -(-longest // 8) * 8
@@ -270,7 +270,7 @@ def make_new_rows(
         limit: maximum length of a row in tokens, prompt included.
         capacity: cache slots per row, L.
         sampling: the requests' sampling parameters.
-        key: a `jax.random` key that seeds rows without a seed.
+        key: a `jax.random` key that seeds the rows if `sampling` sets no seed.
         shape: shape of the state that the rows enter, which determines the sampling options and the stop table. None:
             the requests determine them.
 

@@ -1,9 +1,9 @@
-"""Stores a checkpoint's arrays on disk: written whole with Orbax, or streamed in chunks with TensorStore.
+"""Stores a checkpoint's arrays on disk, either whole with Orbax or streamed in chunks with TensorStore.
 
 Both write uncompressed zarr, which TensorStore reads. Orbax writes arrays that fit in memory. A converted checkpoint
-can be larger than memory, so its arrays are streamed: only a few chunks are in memory at once, and each chunk has its
-own file. An array that is sharded over a mesh is streamed too: its chunks are the shards, and each process writes the
-shards that it holds.
+can be larger than memory, so its arrays are streamed, with only a few chunks in memory at once and one file per chunk.
+An array that is sharded over a mesh is also streamed. Its chunks are the shards, and each process writes the shards
+that it holds.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ class StreamedArray:
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        chunks: the shape of a chunk. Chunks at the edges are smaller.
+        chunks: the shape of a chunk. Chunks at the edges may be smaller.
         read: returns one chunk.
-        begins: the start indices of the chunks that this process writes. None: the main process writes all chunks.
+        begins: the start indices of the chunks that this process writes. If None, the main process writes all chunks.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class StreamedArray:
 
 
 def stream_parts(array: jax.Array) -> StreamedArray:
-    """Makes a `StreamedArray` from a sharded array: its chunks are the shards, each written by one process."""
+    """Makes a `StreamedArray` from a sharded array. Its chunks are the shards, each of which one process writes."""
     # Of the devices that hold the same shard, exactly one has replica id 0.
     parts = {
         tuple(cut.start or 0 for cut in shard.index): shard.data
@@ -84,15 +84,15 @@ def nest(leaves: Mapping[str, Any], scaled: Mapping[str, Sequence[int]] | None =
 
 
 def flatten_arrays(params: Any) -> tuple[dict[str, np.ndarray | jax.Array | StreamedArray], dict[str, list[int]]]:
-    """Flattens parameters to save, and rejects leaves that would not restore to the same bits.
+    """Flattens parameters for saving, and rejects leaves that would not restore to the same bits.
 
     Args:
         params: nested dicts of jax or numpy arrays, `StreamedArray` or `BlockScaled`; the keys are non-empty strings
             without "/" or ".".
 
     Returns:
-        `(arrays, scaled)`: arrays of this process and streamed arrays by flat name, and the argument `scaled` of
-        `nest`. Arrays that are sharded over a mesh are streamed.
+        `(arrays, scaled)`, where `arrays` are this process's arrays and streamed arrays by flat name, and `scaled` is
+        the argument of `nest`. Arrays that are sharded over a mesh are streamed.
     """
     arrays, scaled = {}, {}
     for name, leaf in _flatten(params).items():
@@ -141,8 +141,8 @@ def _array_to_save(name: str, leaf: Any) -> np.ndarray | jax.Array | StreamedArr
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
     """Writes arrays into a new folder. All processes of a run must call it.
 
-    Returns `(records, digests)`: each array's entry for `digests.json`, and the sha256 digests known so far, by file
-    name relative to the parent of `folder`.
+    Returns `(records, digests)`, where `records` are the arrays' entries for `digests.json`, and `digests` are the
+    sha256 digests known so far, by file name relative to the parent of `folder`.
     """
     streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
     failed = OSError(f"another process cannot write {folder.parent.parent}")
@@ -174,12 +174,12 @@ def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, d
     """Writes the arrays that are not streamed, and Orbax's metadata for all arrays. Returns their digest entries."""
     import orbax.checkpoint as ocp  # slow to import, so it is imported only where it is used
 
-    # Only this process takes part: the others must not wait for it.
+    # Only this process takes part, because the others must not wait for it.
     index = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
     )
-    # OCDBT would mix the bytes of several arrays in shared files, so a digest could no longer identify the array.
+    # OCDBT would mix the bytes of several arrays in shared files, so a file's digest could not identify an array.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     # By default, Orbax would try to merge the OCDBT files of several processes, and warn that there are none.
     handler.finalize = lambda directory: None
@@ -206,10 +206,10 @@ def _make_stores(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> 
 
 
 def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> dict[str, str]:
-    """Writes this process's chunks. Returns their sha256 by file name relative to `folder`."""
+    """Writes this process's chunks. Returns their sha256 digests by file name relative to `folder`."""
     import tensorstore
 
-    # By default zarr omits files of all-zero chunks. Write them too, so that a missing file means damage.
+    # By default, zarr omits files of all-zero chunks. Write them too, so that a missing file means damage.
     options, context = {"store_data_equal_to_fill_value": True}, single_thread_context()
     stores = {
         name: tensorstore.open(array_spec(folder, name) | options, open=True, context=context).result()
@@ -234,7 +234,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
 
 
 def _chunk_file(name: str, index: Index, chunks: tuple[int, ...]) -> str:
-    """Returns a chunk's file, relative to the arrays' folder. zarr numbers chunks along each axis."""
+    """Returns the path of a chunk's file in the arrays' folder. zarr numbers the chunks along each axis."""
     place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
     return f"{name.replace('/', '.')}/{place}"
 
@@ -250,7 +250,7 @@ def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str
     """Returns an array's entry for `digests.json`.
 
     The entry is `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order. For a streamed array,
-    the digest covers the digests of the chunks, and "chunks" is added.
+    the digest covers the digests of the chunks, and the entry also has "chunks".
     """
     if chunks is None:
         return _record(array, _sha256(array).hex())
@@ -281,12 +281,12 @@ def chunk_grid(shape, chunks) -> Iterator[Index]:
 
 
 def array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """Returns the TensorStore spec for an array in Orbax's layout: the zarr array `a/b` is in the folder `a.b`."""
+    """Returns the TensorStore spec for an array. In Orbax's layout, the zarr array `a/b` is in the folder `a.b`."""
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
 
 
 def single_thread_context():
-    """Makes a TensorStore context with one thread for copies and one for files, since each thread holds memory."""
+    """Makes a TensorStore context with one thread for copies and one for files, because each thread uses memory."""
     import tensorstore
 
     return tensorstore.Context({"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}})

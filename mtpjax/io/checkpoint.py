@@ -52,10 +52,10 @@ def save(
     shards of sharded arrays, and the main process writes everything else.
 
     Args:
-        config_dict: the configuration as JSON values. Restoring it gives lists instead of tuples, and string keys.
+        config_dict: the configuration as JSON values. Restoring it turns tuples into lists, and keys into strings.
         params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX supports.
             Keys are strings without "/" or ".".
-        write_extra_files: called with the unfinished folder, to add files to it.
+        write_extra_files: function that is called with the unfinished folder and adds files to it.
 
     Raises:
         FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
@@ -84,7 +84,7 @@ def save(
         with ThreadPoolExecutor() as pool:
             digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file, unfinished), files)
             sums = dict(zip(files, digests, strict=True))
-        # Digests come last: a folder without them is incomplete.
+        # Write the digests last, because a folder without them is incomplete.
         (unfinished / DIGESTS_FILE).write_bytes(json_bytes({"files": sums, "arrays": records}))
 
 
@@ -112,10 +112,10 @@ def save_model(
         model: the model; its `config` is saved.
         params: its parameters, with unrolled layers.
         metadata: additional JSON values to store.
-        tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
+        tokenizer: tokenizer to save in the checkpoint, where `load_tokenizer` finds it.
         init_from: the checkpoint that training started from. Its Hugging Face `config.json` is kept, so that an export
             of the new weights has the same family.
-        model_type: the family that `init_from` was loaded as, if it was overridden; written to the kept file.
+        model_type: the family that was used to load `init_from`, if it was overridden; the kept file records it.
 
     Raises:
         ValueError, FileExistsError: as for `save`.
@@ -155,23 +155,23 @@ def load(
     Args:
         path: an mtpjax checkpoint, a run folder of `mtpjax train`, a Hugging Face directory with the safetensors files
             of a supported family, a `.gguf` file (extra `gguf`), whose quantized weights become float32, or a
-            Hugging Face Hub repository: `org/name`, `org/name@revision` or `org/name/file.gguf`.
+            Hugging Face Hub repository (`org/name`, `org/name@revision` or `org/name/file.gguf`).
         dtype: dtype to cast the parameters to. `None` keeps the files' dtypes; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
-        mesh: shards the parameters over this mesh; all processes of a run must call `load` together. Each reads only
-            its devices' shards, except for arrays of an mtpjax checkpoint that were saved without a mesh: these are
-            read whole, one at a time.
-        allow_copies: replicate dimensions that are not divisible by their mesh axis.
+        mesh: the mesh over which to shard the parameters; all processes of a run must call `load` together. Each reads
+            only its devices' shards, except that arrays in an mtpjax checkpoint that were saved without a mesh are read
+            whole, one at a time.
+        allow_copies: whether to replicate dimensions that are not divisible by their mesh axis.
         layout: whether to shard the parameters for decoding or for training.
-        model_type: the family to read a Hugging Face directory as, instead of the one in its `config.json`.
+        model_type: the family to use for a Hugging Face directory instead of the one in its `config.json`.
         implementation: the implementation of the model's kernels (`pallas_kernels.dispatch`).
 
     Returns:
-        `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
+        `(model, params)`, where the parameters are nested dicts of jax arrays.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, or its architecture is unsupported; for Hugging Face
-            directories, its subclasses `CheckpointFileError` and `ConfigError`.
+        CheckpointError: the checkpoint is missing or damaged, or its architecture is unsupported. Hugging Face
+            directories raise its subclasses `CheckpointFileError` and `ConfigError`.
         ValueError: the model cannot be sharded over the mesh, or `dtype` is not a floating-point type.
 
     Example:
@@ -197,9 +197,9 @@ def load(
 
         model, params = load_hugging_face(path, dtype=dtype, **onto, model_type=model_type)
         return _finish_model(model, path, implementation), params
-    # An mtpjax checkpoint: every digest is verified.
+    # Read an mtpjax checkpoint and verify every digest.
     config, params, _ = restore(path, **onto)
-    # `BlockScaled` leaves are dequantized by `astype`.
+    # `BlockScaled.astype` dequantizes.
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)
     model = _finish_model(MTPModel(_checked_config(config, params, path)), path, implementation)

@@ -1,4 +1,4 @@
-"""The layout of mtpjax's checkpoint folders. Imports no JAX: commands inspect checkpoints before JAX starts.
+"""The layout of mtpjax's checkpoint folders. Imports no JAX, because commands inspect checkpoints before JAX starts.
 
     config.json    format name and version, the model configuration, metadata
     digests.json   the sha256 of every other file; for each array its shape, dtype and the sha256 of its elements
@@ -32,12 +32,12 @@ def is_checkpoint(path) -> bool:
 
 
 def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
-    """Resolves a path that a user gives for a checkpoint.
+    """Resolves the path or repository name that a user passes for a checkpoint.
 
     Args:
         path: a run folder of `mtpjax train`, a checkpoint, a Hugging Face directory, a GGUF file, or a Hugging Face Hub
             repository (`mtpjax.hub`), which is downloaded.
-        is_model: reject folders that are not models, such as adapters.
+        is_model: whether to reject folders that are not models, such as adapters.
 
     Returns:
         The `checkpoint/` folder of a run folder, the downloaded snapshot of a repository, or otherwise `path`.
@@ -84,19 +84,19 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
         config = parse_json(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
     except (OSError, ValueError):  # ValueError: the file is unsafe, not JSON, or not UTF-8
         return None
-    # Hugging Face directories have a `config.json` too, without a format.
+    # Hugging Face directories also have a `config.json`, but without a format.
     return config if isinstance(config, dict) and config.get("format") == FORMAT else None
 
 
 def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     """Reads a checkpoint folder's `digests.json`.
 
-    Returns `(files, arrays)`: the sha256 by relative file name, and `{"shape", "dtype", "sha256"}` by array name.
-    Arrays that were written in chunks also have "chunks".
+    Returns `(files, arrays)`, where `files` has the sha256 by relative file name and `arrays` has `{"shape", "dtype",
+    "sha256"}` by array name. Arrays that were written in chunks also have "chunks".
     """
     file = path / DIGESTS_FILE
     try:
-        # The file may be damaged: check its structure before it is used.
+        # The file may be damaged, so check its structure before it is used.
         digests = parse_json(read_kept(path, DIGESTS_FILE))
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
         is_complete = CONFIG_FILE in files and all(_is_record(record) for record in arrays.values())
@@ -130,7 +130,7 @@ def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
         root: the checkpoint folder, which must contain the file.
 
     Returns:
-        The hexadecimal digest; None if the file cannot be read, is not a regular file, or is a link to outside `root`.
+        The hexadecimal digest, or None if the file cannot be read, is not a regular file, or links out of `root`.
     """
     try:
         with open(open_inside(file, allowed_root(root)), "rb") as stream:
@@ -141,5 +141,5 @@ def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
 
 def json_bytes(value: Any) -> bytes:
     """Encodes a value as JSON."""
-    # NaN is not valid JSON: other parsers reject it.
+    # NaN is not valid JSON, so other parsers would reject it.
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

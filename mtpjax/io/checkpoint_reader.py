@@ -1,4 +1,4 @@
-"""Reads mtpjax checkpoints, whole (`restore`) or part by part (`CheckpointReader`)."""
+"""Reads mtpjax checkpoints, either whole (`restore`) or part by part (`CheckpointReader`)."""
 
 import contextlib
 import functools
@@ -43,8 +43,8 @@ def restore(
     """Reads a whole checkpoint and verifies every digest.
 
     Args:
-        mesh: shards a model's parameters over this mesh, one array at a time. All processes of the run must call this
-            together, and each verifies some of the files. None: the default device holds all parameters.
+        mesh: the mesh over which to shard a model's parameters, one array at a time. All processes of the run must call
+            this together, and each verifies some of the files. None puts all parameters on the default device.
         layout: whether to shard the parameters for decoding or for training.
 
     Returns:
@@ -82,9 +82,9 @@ class CheckpointReader:
         """Opens a checkpoint and checks the digests of its files.
 
         Args:
-            verify: check the digests of all files, or of a slice of them if other processes check the rest
-                (`own_share`). False reads only metadata, as `mtpjax inspect` does.
-            is_threaded: use several threads. Each holds memory, so conversion uses only one.
+            verify: whether to check the digests of all files, or the slice of files to check if other processes check
+                the rest (`own_share`). False reads only metadata, as `mtpjax inspect` does.
+            is_threaded: whether to use several threads. Each thread uses memory, so conversion uses only one.
         """
         self.path = pathlib.Path(path).resolve()
         config = read_config(self.path)
@@ -127,12 +127,12 @@ class CheckpointReader:
         return array
 
     def place(self, name: str, sharding_of: Callable[[tuple[int, ...]], jax.sharding.Sharding]) -> jax.Array:
-        """Reads the shards of an array that this process's devices hold."""
+        """Reads an array's shards for this process's devices."""
         # An array without chunks must be read whole, because its digest covers all elements.
         if "chunks" not in self.records[name]:
             array = self.read_checked(name)
             return read_parts(array.shape, sharding_of(array.shape), lambda cut: array[_slices(cut)])
-        # From a chunked array, read only the chunks that these shards need; each chunk's file has a digest.
+        # From a chunked array, read only the chunks that these shards need. The file of each chunk has a digest.
         with self._reading(name):
             store = self._store(name)
         shape = tuple(store.shape)
@@ -158,7 +158,7 @@ class CheckpointReader:
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Converts any error of TensorStore to `CheckpointError`."""
+        """Converts any error from TensorStore to `CheckpointError`."""
         try:
             yield
         except Exception as error:
@@ -167,8 +167,9 @@ class CheckpointReader:
 
     def _verify_files(self, which: slice) -> None:
         """Compares files with their digests, several at once."""
-        # Reject links and devices: TensorStore could open them as parts of arrays even if they have no digest. In the
-        # Hugging Face cache, a snapshot's files are links to the repository's blobs.
+        # Reject devices and links out of the checkpoint, because TensorStore could open them as parts of arrays even if
+        # they have no digest. A snapshot's files in the Hugging Face cache are links to the repository's blobs, which
+        # are allowed.
         root = allowed_root(self.path)
         for entry in self.path.rglob("*"):
             if entry.is_dir() and not entry.is_symlink():

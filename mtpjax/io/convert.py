@@ -1,7 +1,7 @@
 """Converts checkpoints between Hugging Face's format and mtpjax's, with only a few blocks in memory at once.
 
-Converting a Hugging Face directory and back gives the same bytes in every file: the mtpjax checkpoint keeps the small
-files, the headers of the safetensors files, and the tensors that are not parameters.
+Converting a Hugging Face directory and back gives the same bytes in every file, because the mtpjax checkpoint keeps the
+small files, the headers of the safetensors files, and the tensors that are not parameters.
 """
 
 import contextlib
@@ -66,8 +66,8 @@ def to_mtpjax(
         target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
         dtype: dtype to cast the parameters to. None keeps the files' dtypes; block-quantized fp8 stays fp8.
         model_type: the family to use instead of the one in `config.json`.
-        allow_extra: keep unknown tensors that do not belong to the language model, instead of raising an error.
-        strict: raise an error for infinite or NaN weights instead of warning.
+        allow_extra: whether to keep, rather than reject, unknown tensors that do not belong to the language model.
+        strict: whether to raise an error for infinite or NaN weights instead of warning.
         progress: called with the size in bytes of each converted chunk.
 
     Raises:
@@ -91,7 +91,7 @@ def to_mtpjax(
         params = nest({path: plan.make_param(files, path, stream) for path in plan.specs})
 
         def write_rest(folder: pathlib.Path) -> None:
-            # Keep everything that is needed to export the same bytes: small files, headers, and other tensors.
+            # Keep the small files, headers and other tensors, so that an export can reproduce the same bytes.
             (folder / HUGGINGFACE_FOLDER).mkdir()
             copy_files(folder / HUGGINGFACE_FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
@@ -111,15 +111,15 @@ def to_hugging_face(
 ) -> None:
     """Converts an mtpjax checkpoint to a Hugging Face directory.
 
-    A checkpoint that was converted from such a directory gets its files, names and order back, and the same bytes
-    unless `dtype` casts the weights. Other models are written as the first family that can describe them.
+    A checkpoint that was converted from such a directory is written with the same files, tensor names and order, and
+    with the same bytes unless `dtype` casts the weights. Other models are written as the first family that fits.
 
     Args:
         source: the checkpoint, or a run folder.
         target: the folder to write, which must be empty or missing. It appears only when it is complete.
         dtype: dtype to cast the weights to. `None` keeps the checkpoint's dtypes.
-        model_type: the family to write, for a model that was not converted from a Hugging Face directory. None: the
-            family of the checkpoint that training started from, or the first that can describe the model.
+        model_type: the family to write, for a model that was not converted from a Hugging Face directory. None means
+            the family of the checkpoint that training started from, or else the first that can describe the model.
         progress: called with the size in bytes of each written block.
 
     Raises:
@@ -127,16 +127,17 @@ def to_hugging_face(
         ConfigError: no supported family can describe the model, or `model_type` differs from the original's.
         FileExistsError: `target` is not empty.
     """
-    # Read the metadata of the checkpoint, and of the directory from which it was converted.
+    # Read the metadata of the checkpoint and of the directory from which it was converted.
     reader = CheckpointReader(find_checkpoint(source))
     config, converted = reader.model_config(), new_directory.read_original(reader)
     if converted is not None and model_type not in (None, converted.model_type):
         raise ConfigError(f"{reader.path} was converted from model_type {converted.model_type!r}, not {model_type!r}")
     original = converted or new_directory.describe_directory(reader, config, model_type)
-    # Name the tensors as in the original: its layout, experts stacked or separate, copies of embedding and head.
+    # Name the tensors as in the original, with its layout, stacked or separate experts, and copies of embedding and
+    # head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
-    # New files use the family's names, and stack experts where transformers expects it.
+    # New files use the family's names, and stack experts where transformers expects stacked experts.
     if converted is not None:
         layout, has = stored_layout(original.layout, config, before.__contains__), before.__contains__
     else:
@@ -150,8 +151,8 @@ def to_hugging_face(
     scales = ScaleMap(scale_names, parse_config(original.content, original.model_type).block or (0, 0))
     # Tensors that are cast from fp8 lose their scales.
     dropped = {scale for name, scale in scales.names.items() if entries[name].dtype != E4M3}
-    # Reproduce the original files, with their headers unless a tensor has changed, or make new ones. Tensors that are
-    # not parameters have no entry and do not change.
+    # Reproduce the original files, with the same headers unless a tensor has changed, or make new files. Tensors that
+    # are not parameters have no entry and do not change.
     shards = [] if converted else split_into_shards(entries.values())
     for file, (found, metadata) in parsed.items():
         wanted = tuple(entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped)
@@ -190,7 +191,7 @@ def to_hugging_face(
 def export_mtp(source, target, *, model_type: str | None = None, progress: Progress | None = None) -> int:
     """Writes the MTP modules of a checkpoint as a separate checkpoint.
 
-    An mtpjax checkpoint is first written as a temporary Hugging Face directory next to the target, which needs as much
+    An mtpjax checkpoint is first written as a temporary Hugging Face directory next to the target. This needs as much
     disk space as the whole model.
 
     Args:
@@ -219,7 +220,7 @@ def _is_stacked(layout: Layout, name: str) -> bool:
 def _tensor_entries(
     reader: CheckpointReader, specs: dict[str, ParamSpec], dtype, before: dict[str, TensorInfo]
 ) -> dict[str, TensorEntry]:
-    """Lists all parameters' tensors in `dtype` or, if None, in the original tensor's dtype, else the stored array's."""
+    """Lists all parameters' tensors in `dtype` or, if it is None, in the dtypes of the original or stored tensors."""
     entries = {}
     for path, spec in specs.items():
         # A quantized parameter is stored as two arrays; the values have its shape.
@@ -228,8 +229,8 @@ def _tensor_entries(
             raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")
         kind = np.dtype(record["dtype"] if dtype is None else dtype)
         entries |= {piece.name: TensorEntry(piece.name, kind, piece.shape) for piece in spec.slices}
-    # Tensors with different dtypes were joined into one float32 parameter. Each gets its dtype back; fp8 only if the
-    # checkpoint keeps its scales.
+    # Tensors with different dtypes were joined into one float32 parameter. Restore each tensor's dtype, but fp8 only
+    # if the checkpoint keeps its scales.
     if dtype is None:
         kept = {piece.name for path in reader.scaled for piece in specs[path].slices}
         names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]

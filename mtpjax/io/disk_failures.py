@@ -22,7 +22,7 @@ def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
     space = os.statvfs(folder)
     blocks = 0
     for array in arrays.values():
-        # One file per chunk, and one for the metadata; files take whole blocks.
+        # There is one file per chunk and one for the metadata, and each file occupies whole blocks.
         chunks = getattr(array, "chunks", None) or array.shape
         count = math.prod(-(-size // step) for size, step in zip(array.shape, chunks, strict=True))
         blocks += count * -(-math.prod(chunks) * array.dtype.itemsize // space.f_frsize) + 1
@@ -35,7 +35,7 @@ def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
 def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
     """Converts write failures of Orbax and TensorStore to a single `OSError`.
 
-    Both also print tracebacks to stderr until their threads and event loops have ended; these are suppressed.
+    Suppresses the tracebacks that both print to stderr until their threads and event loops have ended.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     level = log.level
@@ -43,7 +43,7 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
         log.setLevel(logging.CRITICAL + 1)
         sys.unraisablehook = lambda unraisable: None
         yield
-    # TensorStore raises ValueErrors. Errors in the files from which arrays are streamed are ValueErrors too.
+    # TensorStore raises ValueErrors. Errors in the files from which arrays are streamed are also ValueErrors.
     except (OSError, ValueError) as error:
         _wait_until_quiet(folder)
         if isinstance(error, (OSError, CheckpointError)):

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory that an mtpjax checkpoint keeps. Imports no JAX.
+"""The Hugging Face files that an mtpjax checkpoint keeps. Imports no JAX.
 
 huggingface/              config.json, tokenizer and other small files, byte for byte
 huggingface.json          model type and the headers of the safetensors files, so that export can reproduce them
@@ -18,16 +18,16 @@ MAX_TOKENIZER_BYTES = 64 << 20  # maximum size of a tokenizer.json; published fi
 
 
 def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> bytes | None:
-    """Reads a small file of a checkpoint, such as its tokenizer.
+    """Reads a small file from a checkpoint, such as its tokenizer.
 
-    For a GGUF file, it returns the equivalent content. For a directory with a `tiktoken.model` but no `tokenizer.json`,
-    it returns the equivalent `tokenizer.json`.
+    For a GGUF file, returns the equivalent content. For a directory with a `tiktoken.model` but no `tokenizer.json`,
+    returns the equivalent `tokenizer.json`.
 
     Args:
         max_bytes: the maximum size in bytes.
 
     Returns:
-        The content; None if there is no such file.
+        The content, or None if there is no such file.
     """
     path = pathlib.Path(path)
     if not is_gguf(path):
@@ -48,7 +48,7 @@ def has_tokenizer(path) -> bool:
 
 
 def huggingface_folder(path) -> pathlib.Path:
-    """Finds the folder of a checkpoint's Hugging Face files, such as the tokenizer.
+    """Finds the folder with a checkpoint's Hugging Face files, such as the tokenizer.
 
     Args:
         path: an mtpjax checkpoint, a run folder, a Hugging Face directory, or a Hugging Face Hub repository, from
@@ -69,18 +69,18 @@ def read_kept_config(path) -> bytes | None:
         path: a Hugging Face directory, a GGUF file, an mtpjax checkpoint, or a run folder.
 
     Returns:
-        The content; None for an mtpjax checkpoint without a Hugging Face `config.json`, such as a model from a preset.
+        The content, or None for an mtpjax checkpoint without a Hugging Face `config.json`, as from a preset.
     """
     found = find_checkpoint(path)
     folder = huggingface_folder(found)
-    # The `config.json` in the root of an mtpjax checkpoint is not a Hugging Face one.
+    # The `config.json` in the root of an mtpjax checkpoint is mtpjax's own, not Hugging Face's.
     if folder == found and is_checkpoint(found):
         return None
     return read_small_file(folder, "config.json")
 
 
 def read_vocab_size(path) -> int | None:
-    """Returns a model's vocabulary size; None if no `config.json` gives it."""
+    """Returns a model's vocabulary size, or None if no `config.json` contains it."""
     found = checkpoint_of_run(resolve(path, weights=False))
     own = read_config(found)
     try:
@@ -95,18 +95,18 @@ def read_vocab_size(path) -> int | None:
 def count_token_ids(path) -> int | None:
     """Counts the token ids that a checkpoint's tokenizer defines.
 
-    Embedding tables are often padded: rows from this index on belong to no token.
+    Embedding tables are often padded, so that rows from this index on belong to no token.
 
     Args:
         path: an mtpjax checkpoint, or a Hugging Face directory.
 
     Returns:
-        One more than the largest id in `tokenizer.json`; `None` if that file is missing or cannot be read.
+        One more than the largest id in `tokenizer.json`, or `None` if that file is missing or cannot be read.
     """
     try:
         content = read_small_file(huggingface_folder(path), "tokenizer.json")
         values = parse_json(content) if content is not None else {}
-        # BPE and WordPiece list tokens by id in a dict, Unigram in a list. Added tokens are listed separately.
+        # BPE and WordPiece have a dict from token to id, and Unigram has a list. Added tokens are listed separately.
         vocabulary = values["model"]["vocab"]
         largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         # Added tokens may have ids above or inside the vocabulary's range, so compare both.

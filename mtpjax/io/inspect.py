@@ -1,4 +1,4 @@
-"""Describes a checkpoint by its headers and configuration, without loading weights."""
+"""Describes a checkpoint from its headers and configuration, without loading weights."""
 
 import collections
 import json
@@ -29,7 +29,7 @@ from mtpjax.safe_open import is_gguf
 
 LINE_WIDTH, NAME_WIDTH = 80, 14  # width in characters of a printed line, and of the name at its start
 UNQUANTIZED = ("F64", "F32", "F16", "BF16")  # llama.cpp's unquantized types
-# The reported name of each `LayerKind.attention`, as in Hugging Face's layer_types, which do not name latent attention.
+# Reported names by `LayerKind.attention`. Hugging Face's layer_types has the same names, but none for latent attention.
 ATTENTION_NAMES = {"grouped": "full_attention", "delta": "linear_attention", "latent": "latent_attention"}
 
 
@@ -38,22 +38,22 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
     Args:
         path: the checkpoint, or a run folder.
-        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; by default, one device.
+        mesh: sizes of the mesh axes by name, such as `{"tensor": 8}`, for "bytes_per_device"; one device by default.
         model_type: the family to use instead of the one in `config.json`.
 
     Returns:
-        JSON values: format, family, dtypes of the tensors after reading ("dtypes") and llama.cpp's types in a GGUF file
-        ("stored_types"), files, missing and unknown tensors, the configuration, the number of trunk layers by kind of
-        attention, and the number and bytes of parameters; "copies", the dimensions that are replicated because they are
-        not divisible by their mesh axis; "problems", the first of which loading raises as an error; and "notes", which
-        loading logs as warnings.
+        JSON values with the format, the family, the tensors' dtypes after reading ("dtypes"), llama.cpp's types in a
+        GGUF file ("stored_types"), the files, missing and unknown tensors, the configuration, the number of trunk
+        layers by kind of attention, and the number and bytes of parameters. "copies" lists the dimensions that are
+        replicated because they are not divisible by their mesh axis. Loading raises the first of the "problems" as an
+        error, and logs the "notes" as warnings.
     """
     found = find_checkpoint(path)
     # `config`, `sizes` and `scaled` are intermediate values; the rest is reported.
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
     config, sizes = facts.pop("config"), facts.pop("sizes")
     facts.pop("scaled")
-    # These numbers follow from the configuration and the shapes, for both formats.
+    # Compute the numbers that follow from the configuration and the shapes in both formats.
     facts["bytes"] = sum(facts["shards"].values())
     facts["parameters"] = count_parameters(config)
     facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
@@ -105,8 +105,8 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Counts a model's parameters.
 
     Returns "trunk" (including embedding and head) and "mtp" (the MTP modules). "active" and "mtp_active" count only the
-    parameters in one token's matrix products: `num_experts_per_tok` of the routed experts, and the embedding only if it
-    is also the head.
+    parameters in one token's matrix products. They include `num_experts_per_tok` of the routed experts, and the
+    embedding only if it is also the head.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
     # All layouts have the same parameters, so use the default one.
@@ -125,7 +125,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def format_lines(facts: dict[str, Any]) -> list[str]:
-    """Formats the result of `inspect` as a table 80 characters wide. Long paths and names are not wrapped."""
+    """Formats the result of `inspect` as a table with 80 characters per line. Long paths and names are not wrapped."""
     config, parameters, quantization = facts["configuration"], facts["parameters"], facts["quantization"]
     experts = "dense"
     if config["n_routed_experts"]:
@@ -161,7 +161,7 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
     rows += [("copies", problem) for problem in facts["copies"]]
     rows += [("note", note) for note in facts["notes"]]
     rows += [("not loadable", problem) for problem in facts["problems"][:4]]
-    # Count tied, other, missing and unknown tensors, and list a few names of each.
+    # Count tied, other, missing and unknown tensors, and list a few names of each kind.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
         if found:
@@ -217,7 +217,7 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
 
 
 def _param_sizes(plan: LoadPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]]:
-    """Yields `(path, (shape, dtype))` of each array of the loaded parameters."""
+    """Yields `(path, (shape, dtype))` for each array in the loaded parameters."""
     for path, spec in plan.specs.items():
         dtype = plan.dtypes[path]
         yield f"{path}/values" if dtype == E4M3 else path, (spec.shape, dtype)
@@ -226,7 +226,7 @@ def _param_sizes(plan: LoadPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], n
 
 
 def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
-    # Do not verify digests here: for a large checkpoint, hashing takes minutes. Loading verifies them.
+    # Do not verify digests here, because hashing a large checkpoint takes minutes. Loading verifies them.
     stored = CheckpointReader(path, verify=False)
     config = stored.model_config()
     sizes = {name: (tuple(record["shape"]), np.dtype(record["dtype"])) for name, record in stored.records.items()}

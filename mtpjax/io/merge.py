@@ -38,11 +38,11 @@ def merge_mtp(
         modules: a folder written by `mtpjax export-mtp`, a full Hugging Face checkpoint or GGUF file (such as the
             original release of a fine-tuned model), an mtpjax checkpoint, or a run folder.
         target: the folder to write. It appears only when it is complete.
-        model_type: the family to read `base` as, instead of the one in its `config.json`.
+        model_type: the family to use for `base` instead of the one in its `config.json`.
         progress: called with the size in bytes of each written block.
 
     Returns:
-        How many of the modules' tensors equal a tensor in `base`, how many replaced one, and how many were added.
+        The numbers of module tensors that equal a tensor in `base`, that replaced one, and that were added.
 
     Raises:
         CheckpointError: a checkpoint is damaged, or the two do not match.
@@ -51,7 +51,7 @@ def merge_mtp(
     with contextlib.ExitStack() as opened:
         files = opened.enter_context(open_checkpoint(base))
         plan = make_plan(files, model_type=model_type, is_copied=True)
-        # Parameters of a trained checkpoint get the base's tensor names; the others already have Hugging Face names.
+        # Parameters of a trained checkpoint get the base's tensor names; other sources already use Hugging Face names.
         if is_checkpoint(path):
             found = _module_tensors(CheckpointReader(path), plan, base)
         elif is_gguf(path) or (path / "config.json").is_file():
@@ -66,7 +66,7 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan, base) -> ModuleTen
     config = reader.model_config()
     if not config.num_mtp_modules:
         raise CheckpointFileError(f"{reader.path} has no MTP modules")
-    # The trunk must match the base's. Settings of the modules, and those from the tokenizer, are not compared.
+    # The trunk must match the base's. Settings that belong to the modules or to the tokenizer are not compared.
     ignored = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")
     expected = dataclasses.replace(plan.config, **{name: getattr(config, name) for name in ignored})
     differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]

@@ -1,4 +1,4 @@
-"""Describes and writes an exported Hugging Face directory's files other than weights."""
+"""Describes and writes the files other than weights in an exported Hugging Face directory."""
 
 import dataclasses
 import json
@@ -24,10 +24,10 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class OriginalDirectory(NamedTuple):
-    """The Hugging Face directory that a checkpoint was converted from, or one that describes its model."""
+    """The Hugging Face directory from which a checkpoint was converted, or one that describes its model."""
 
     model_type: str
-    content: dict[str, Any]  # of config.json
+    content: dict[str, Any]  # the values in config.json
     headers: dict[str, bytes]  # by file; empty if the checkpoint was not converted
     keeps_dtypes: bool = False  # whether the conversion kept the weights' dtypes
 
@@ -47,13 +47,13 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
         raise CheckpointFileError(
             f"{reader.path / HEADERS_FILE} is damaged: it lacks headers or a supported model_type"
         )
-    # Files with these names will be written, and a path could lead out of the target.
+    # The export writes files with these names, so a path among them could lead out of the target folder.
     for file, text in headers.items():
         if pathlib.PurePath(file).name != file or not file.endswith(".safetensors") or not isinstance(text, str):
             raise CheckpointFileError(
                 f"{reader.path / HEADERS_FILE} lists {file!r}, which is not the name of a safetensors file"
             )
-    # A header starts with its length, 8 bytes little-endian.
+    # A header starts with its length as 8 little-endian bytes.
     encoded = {file: text.encode() for file, text in headers.items()}
     content = _read_object(reader, KEPT_CONFIG)
     headers = {file: len(text).to_bytes(8, "little") + text for file, text in encoded.items()}
@@ -61,7 +61,7 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
 
 
 def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type: str | None) -> OriginalDirectory:
-    """Describes the directory for a model that was not converted: its family and `config.json`.
+    """Chooses the family and makes the `config.json` for a model that was not converted.
 
     A model that was trained from a Hugging Face checkpoint keeps that checkpoint's family and other configuration keys.
 
@@ -92,7 +92,7 @@ def module_layout(layout: Layout, config: ModelConfig) -> Layout:
 
 
 def copy_kept_files(reader: CheckpointReader, folder: pathlib.Path, without: set[str]) -> None:
-    """Copies the small files that a checkpoint keeps: tokenizer, chat template, generation settings.
+    """Copies the small files that a checkpoint keeps, such as the tokenizer, chat templates and generation settings.
 
     Args:
         without: names of files to omit.
@@ -134,7 +134,7 @@ def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
 
 
 def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the special token ids from the checkpoint's tokenizer files, or those of the byte tokenizer."""
+    """Returns the special token ids from the checkpoint's tokenizer files, or the byte tokenizer's special ids."""
     file = f"{HUGGINGFACE_FOLDER}/{GENERATION_CONFIG}"
     if file in reader.files:
         return {key: value for key, value in _read_object(reader, file).items() if key in TOKEN_IDS}
@@ -142,7 +142,7 @@ def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _read_object(reader: CheckpointReader, file: str) -> dict[str, Any]:
-    """Reads a JSON object of the checkpoint."""
+    """Reads a file of the checkpoint that contains a JSON object."""
     path, content = reader.path / file, read_kept(reader.path, file)
     try:
         values = parse_json(content)

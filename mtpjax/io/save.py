@@ -1,4 +1,4 @@
-"""`mtpjax.save`: writes a model, its parameters and its tokenizer as a checkpoint."""
+"""Implements `mtpjax.save`, which writes a model, its parameters and its tokenizer as a checkpoint."""
 
 import pathlib
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "generation_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-NUM_BYTES = 256  # vocabulary of the byte tokenizer
+NUM_BYTES = 256  # vocabulary size of the byte tokenizer
 
 
 def save(
@@ -31,16 +31,16 @@ def save(
     Args:
         path: the folder to write; missing parents are created.
         model: the model; its `config` is saved.
-        params: the parameters, as from `init_params`, `load`, or a `TrainState`. Stacked trunk layers of a model with
-            `scan_layers` are saved unstacked, as decoding needs them.
-        tokenizer: a folder with a `tokenizer.json`, or a tokenizer object of mtpjax, transformers or tokenizers. None:
-            a model with `vocab_size` 256 uses the byte tokenizer; other models have no tokenizer.
+        params: the parameters, for example from `init_params`, `load` or a `TrainState`. If the model has
+            `scan_layers`, its stacked trunk layers are saved unstacked, as decoding needs them.
+        tokenizer: a folder with a `tokenizer.json`, or a tokenizer object from mtpjax, transformers or tokenizers. If
+            None, a model with `vocab_size` 256 uses the byte tokenizer, and other models have no tokenizer.
         metadata: additional JSON values to store, such as the number of steps.
 
     Raises:
-        ValueError: the parameters do not match the model, the metadata contain NaN, or the tokenizer has no
+        ValueError: the parameters do not match the model, the metadata contains NaN, or the tokenizer has no
             `tokenizer.json` or more tokens than the model.
-        TypeError: the metadata are not JSON values.
+        TypeError: the metadata does not consist of JSON values.
         FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
 
     Example:
@@ -60,7 +60,7 @@ def save(
     if model.scan_layers:
         model, params = model.clone(scan_layers=False), unstack_layers(params, model.config)
     writer = None if tokenizer is None else _TokenizerWriter(tokenizer, model.config.vocab_size)
-    # Record the tokenizer's kind: exports must know the byte tokenizer, whose token 0 ends a text.
+    # Record the tokenizer's kind, because exports must recognise the byte tokenizer, whose token 0 ends a text.
     kind = {"tokenizer": "huggingface"} if writer else {"tokenizer": "bytes"}
     if not writer and model.config.vocab_size != NUM_BYTES:
         kind = {}

@@ -16,7 +16,7 @@ from mtpjax.errors import TokenizerError, printable
 from mtpjax.safe_open import parse_json, read_inside
 
 TIKTOKEN_FILE = "tiktoken.model"
-MAX_BYTES, MAX_TOKEN_BYTES = 16 << 20, 1024  # of the file, and of a token; Kimi-K2's have 3 MB and 128 bytes
+MAX_BYTES, MAX_TOKEN_BYTES = 16 << 20, 1024  # of the file and of a token; Kimi-K2's are 3 MB and 128 bytes
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -50,7 +50,7 @@ def _convert(content: bytes, settings_content: bytes, folder: str) -> bytes:
     ranks = _parse_ranks(content, f"{folder}/{TIKTOKEN_FILE}")
     special = _added_tokens(settings["added_tokens_decoder"], ranks, f"{folder}/tokenizer_config.json")
     names = {token: "".join(map(LETTER_OF_BYTE.__getitem__, token)) for token in ranks}
-    # Special token ids have gaps. The package gives an added token the next free id unless the vocabulary has it.
+    # Special token ids have gaps. The package gives an added token the next free id unless the vocabulary contains it.
     vocabulary = {names[token]: rank for token, rank in ranks.items()}
     vocabulary |= {each["content"]: each["id"] for each in special}
     if len(vocabulary) < len(ranks) + len(special):
@@ -134,7 +134,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _added_tokens(entries: dict[str, Any], ranks: dict[bytes, int], path: str) -> list[dict[str, Any]]:
-    """Returns the special tokens in the form of `tokenizer.json`, by id."""
+    """Returns the special tokens in the format of `tokenizer.json`, sorted by id."""
     taken, added = set(ranks.values()), []
     for index, entry in entries.items():
         name = entry.get("content") if isinstance(entry, dict) else None

@@ -1,9 +1,9 @@
-"""The KV cache of a stack of layers: append, then commit.
+"""The KV cache for a stack of layers, with separate append and commit steps.
 
 Each layer has one array per kind of entry. A pass appends its entries from slot `length` on and does not change
 `length`. To commit a chain, it is enough to move `length`, because the accepted entries are already in place; slots
-from `length` on hold garbage. A recurrent layer has a state instead. Between append and commit it also holds the effect
-of each new token, and committing applies the effects of the accepted tokens.
+from `length` on hold garbage. A recurrent layer has a state instead of slots. Between append and commit, it also holds
+the effect of each new token, and committing applies the effects of the accepted tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,10 +40,10 @@ def empty_cache(
     """Makes a zero-filled cache.
 
     Args:
-        kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
+        kinds: kind of each layer, such as `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
-        dtype: dtype of the activations and, in recurrent layers, of the convolution inputs (the state is float32).
+        dtype: activation dtype. Recurrent layers store the convolution inputs in this dtype, and the state in float32.
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
         pool: (number of pages, positions per page) for paged attention layers; None: contiguous rows.
     """
@@ -60,7 +60,7 @@ def empty_cache(
 
 
 def _map_layers(cache: Cache, function: Callable[..., Entries], *others: tuple[Entries, ...]) -> Cache:
-    """Replaces each layer's entries by `function(attention kind, entries, *the same layer's entries in others)`."""
+    """Replaces each layer's entries with `function(attention kind, entries, *the same layer's entries in others)`."""
     layers = zip(cache.kinds, cache.layers, *others, strict=True)
     return cache.replace(layers=tuple(function(ATTENTION_KINDS[kind.attention], *entries) for kind, *entries in layers))
 
@@ -77,24 +77,24 @@ def commit(cache: Cache, length: jax.Array) -> Cache:
 
 
 def reset_rows(cache: Cache, is_new: jax.Array) -> Cache:
-    """Empties the rows `is_new [B]` for new texts: length 0 and zero recurrent states."""
+    """Empties the rows `is_new [B]` for new texts by zeroing their lengths and recurrent states."""
     emptied = _map_layers(cache, lambda attention, entries: attention.reset(entries, is_new))
     return emptied.replace(length=jnp.where(is_new, 0, cache.length))
 
 
 def take_rows(cache: Cache, rows: jax.Array) -> Cache:
-    """Copies `rows [R]` of a cache; an out-of-range index copies the nearest row. All rows share the pool of pages."""
+    """Copies `rows [R]` of a cache; an out-of-range index copies the nearest row. Page pools are shared, not copied."""
 
     def take(leaf: jax.Array) -> jax.Array:
         return jnp.take(leaf, rows, axis=0, mode="clip")
 
-    # The page table determines which entries of a pool belong to a row.
+    # Keep pools whole, because the page table determines which of their entries belong to a row.
     taken = _map_layers(cache, lambda kind, kept: kept if _is_pool(cache, kind) else jax.tree.map(take, kept))
     return taken.replace(length=take(cache.length))
 
 
 def put_rows(cache: Cache, new: Cache, rows: jax.Array) -> Cache:
-    """Writes the rows of `new` to `rows [R]` of a cache (inverse of `take_rows`); drops out-of-range indices."""
+    """Writes the rows of `new` to `rows [R]` of a cache (inverse of `take_rows`); ignores out-of-range indices."""
 
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
         return leaf.at[rows].set(new, mode="drop")
@@ -117,7 +117,7 @@ def pool_arrays(cache: Cache) -> list[jax.Array]:
 
 
 def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
-    """Replaces the pools of a paged cache by `pools`, in the order of `pool_arrays`."""
+    """Replaces the pools of a paged cache with `pools`, in the order of `pool_arrays`."""
     rest = iter(pools)
     return _map_layers(
         cache, lambda kind, kept: jax.tree.map(lambda _: next(rest), kept) if _is_pool(cache, kind) else kept
@@ -125,7 +125,7 @@ def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
 
 
 def recurrent_entries(cache: Cache) -> tuple[Entries, ...]:
-    """Returns the states `[B, ...]` of a cache's recurrent layers; requires that the last pass is committed."""
+    """Returns the states `[B, ...]` of a cache's recurrent layers; the last pass must be committed."""
     layers = zip(cache.kinds, cache.layers, strict=True)
     return tuple(entries for kind, entries in layers if ATTENTION_KINDS[kind.attention].is_recurrent)
 
@@ -137,23 +137,23 @@ def replace_recurrent_entries(cache: Cache, states: Iterable[Entries]) -> Cache:
 
 
 def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
-    """Zeroes `pages [n]` of a paged cache; ids outside the pool are dropped."""
+    """Zeroes `pages [n]` of a paged cache; ignores ids outside the pool."""
     return replace_pool_arrays(cache, [pool.at[pages].set(0, mode="drop") for pool in pool_arrays(cache)])
 
 
 def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, storage: Storage = CONTIGUOUS) -> Cache:
-    """Moves the accepted entries of a draft tree to adjacent slots: slot `start + path[:, j]` moves to `start + j`.
+    """Moves the accepted entries of a draft tree to adjacent slots, from `start + path[:, j]` to `start + j`.
 
     Args:
         start: `[B]` int32 first slot of the tree.
         path: `[B, J]` int32 indices of the accepted nodes within the tree, ascending.
         width: number of slots that the tree occupies.
-        storage: where the cache keeps its slots.
+        storage: how the cache stores its slots.
     """
 
     def move(kept: jax.Array) -> jax.Array:
         axis = kept.ndim - 2
-        # Read the whole tree first: an entry may move to a slot whose entry must itself move.
+        # Read the whole tree first, because an entry may move to a slot whose own entry still has to move.
         tree = storage.read(kept, start, width)
         place = jnp.expand_dims(path, tuple(other for other in range(1, kept.ndim) if other != axis))
         return storage.write(kept, jnp.take_along_axis(tree, place, axis=axis), start)

@@ -1,4 +1,4 @@
-"""`ModelConfig`: the static, hashable description of an architecture."""
+"""`ModelConfig`, the static, hashable description of an architecture."""
 
 import dataclasses
 import functools
@@ -42,19 +42,19 @@ class ModelConfig:
         rms_norm_eps: epsilon of every RMSNorm, added to the mean square; the latent norms use `latent_norm_eps`.
         zero_centred_norm: norms multiply by 1 + weight instead of by the weight (Qwen3-Next, Qwen3.5).
         tie_word_embeddings: use the transposed embedding as the head.
-        num_tokens: number of real tokens. Ids from there on only pad the tables and are never decoded; 0: all are real.
-        attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
+        num_tokens: number of real tokens; higher ids only pad the tables and are never decoded. 0: all ids are real.
+        attention: type of full attention, "grouped" (grouped-query) or "latent" (multi-head latent).
         num_key_value_heads: key/value heads of grouped attention, K; 0: the number of query heads.
         head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.
-        attention_bias: add a bias to q, k, v and the gates of `attn_output_gate`; in latent attention, to the two
-            projections to latents.
+        attention_bias: add biases to q, k, v and the gates of `attn_output_gate`; in latent attention, to the two
+            projections that compute the latents.
         attention_output_bias: add a bias to the output projection of attention.
         use_qk_norm: apply an RMSNorm to each query and key head, before the rotary embedding.
         attn_output_gate: multiply the attention output by the sigmoid of a gate per channel, before the output
             projection.
         attn_head_gate: multiply the attention output by the sigmoid of one gate per head (Step-3.5).
-        attention_sinks: which layers have an attention sink, a learned logit per head that enters the softmax but adds
-            no value: "none", "sliding" or "all".
+        attention_sinks: layers that have attention sinks, "none", "sliding" or "all". A sink is a learned logit per
+            head that enters the softmax but has no value.
         attention_value_scale: factor that multiplies the values of grouped attention (MiMo-V2).
         q_lora_rank: width of the query latent in latent attention; 0: queries are computed from the hidden state.
         kv_lora_rank: width of the key/value latent.
@@ -74,18 +74,18 @@ class ModelConfig:
         sliding_num_attention_heads: query heads of sliding-window layers; 0: `num_attention_heads`.
         sliding_num_key_value_heads: key/value heads of sliding-window layers; 0: `num_key_value_heads`.
         sliding_rope_theta: base of the rotary frequencies in sliding-window layers; 0: `rope_theta`.
-        sliding_partial_rotary_factor: fraction of each head's channels that rotates in sliding-window layers; 0:
+        sliding_partial_rotary_factor: fraction of each head's channels that is rotated in sliding-window layers; 0:
             `partial_rotary_factor`.
         sliding_rope_scaling: apply `rope_scaling` in sliding-window layers too.
         linear_num_key_heads: key heads of linear attention.
-        linear_num_value_heads: value heads of linear attention, a multiple of the key heads.
+        linear_num_value_heads: value heads of linear attention, a multiple of `linear_num_key_heads`.
         linear_key_head_dim: key width of linear attention.
         linear_value_head_dim: value width of linear attention.
         linear_conv_kernel_dim: taps of the causal convolution in linear attention.
         linear_output_gate: activation of the output gate in linear attention, "silu" or "sigmoid".
         rope_theta: base of the rotary frequencies.
         rope_interleave: rotate channel pairs (2j, 2j+1) instead of halves.
-        partial_rotary_factor: fraction of each head's channels that rotates, in grouped attention.
+        partial_rotary_factor: fraction of each head's channels that is rotated in grouped attention.
         rope_scaling: scaling of the rotary frequencies: `Yarn`, `Llama3Scaling` or `LinearScaling`; None: unscaled.
         n_routed_experts: routed experts per layer, E; 0: dense layers only.
         num_experts_per_tok: experts per token.
@@ -95,8 +95,8 @@ class ModelConfig:
             `n_shared_experts * moe_intermediate_size`.
         shared_expert_gate: multiply the shared experts' output by the sigmoid of a gate per token (Qwen).
         first_k_dense_replace: number of layers at the start of the trunk that are dense.
-        mlp_only_layers: indices of further dense layers.
-        scoring_func: function from router logits to scores, "sigmoid" or "softmax".
+        mlp_only_layers: indices of additional dense layers.
+        scoring_func: function that maps router logits to scores, "sigmoid" or "softmax".
         router_correction_bias: add a bias to the scores that select experts, but not to their weights (DeepSeek-V3
             `noaux_tc`).
         n_group: number of groups into which the experts are divided.
@@ -107,18 +107,18 @@ class ModelConfig:
         swiglu_limits: for each layer, the limit to which gate and up of the routed experts are clamped, 0 for no limit;
             (): no limits.
         swiglu_limits_shared: the same for shared experts and dense layers.
-        swiglu_alpha: above 0, experts compute `(up + 1) * gate * sigmoid(alpha * gate)` from clamped inputs (gpt-oss);
-            0: `silu(gate) * up`, clamped after the activation (Step-3.5).
+        swiglu_alpha: if positive, experts clamp `gate` and `up` and compute `(up + 1) * gate * sigmoid(alpha * gate)`
+            (gpt-oss); if 0, they compute `silu(gate) * up` and clamp after the activation (Step-3.5).
         num_mtp_modules: MTP modules, M.
-        mtp_chaining: hidden states that a module reads: "chain", the previous module's output; "trunk", always the
-            trunk's states.
+        mtp_chaining: hidden states that a module reads, "chain" (the previous module's output) or "trunk" (always the
+            trunk's states).
         mtp_input: order of the projection's two inputs, "embedding_hidden" or "hidden_embedding".
         mtp_hidden_post_norm: modules read the trunk's hidden states after the trunk's final norm, not before it.
         mtp_chain_post_norm: the next depth reads a module's output after the module's final norm, not before it.
-        mtp_mask_first: zero the embedding at position 0 (vLLM's DeepSeek, GLM and Ernie classes).
+        mtp_mask_first: zero the embedding at position 0, as vLLM's DeepSeek, GLM and Ernie classes do.
         mtp_layer_type: attention type of the modules' layers, "full_attention" or "sliding_attention".
         mtp_dense: the modules have dense layers although the trunk has experts (Ernie-4.5).
-        mtp_output_norm: norm between a module and the head: "own" (the module has one), "trunk" (the trunk's final
+        mtp_output_norm: norm between a module and the head, "own" (a norm in the module), "trunk" (the trunk's final
             norm, Ernie-4.5) or "none".
         mtp_own_embedding: each module has a separate embedding.
         mtp_own_head: each module has a separate head.
@@ -146,7 +146,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     num_tokens: int = 0
 
-    # Full attention: grouped-query, or multi-head latent.
+    # Full attention, which is grouped-query or multi-head latent.
     attention: Literal["grouped", "latent"] = "grouped"
     num_key_value_heads: int = 0
     head_dim: int = 0
@@ -164,7 +164,7 @@ class ModelConfig:
     v_head_dim: int = 0
     latent_norm_eps: float = 1e-6
 
-    # Sparse latent attention: an indexer selects the keys of each query.
+    # Sparse latent attention, in which an indexer selects the keys for each query.
     index_topk: int = 0
     index_n_heads: int = 0
     index_head_dim: int = 0
@@ -279,7 +279,7 @@ class ModelConfig:
 
     @property
     def has_sliding_layers(self) -> bool:
-        """True if some layers attend to a window."""
+        """True if any layer uses sliding-window attention."""
         in_modules = self.num_mtp_modules > 0 and self.mtp_layer_type == "sliding_attention"
         return in_modules or "sliding_attention" in self.layer_types
 
@@ -297,7 +297,7 @@ class ModelConfig:
         return self.attention_sinks == "all" or (self.attention_sinks == "sliding" and kind.is_sliding)
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """Returns the kind of trunk layer `layer`, from 0."""
+        """Returns the kind of trunk layer `layer`; indices start at 0."""
         is_moe = self.is_moe and layer >= self.first_k_dense_replace and layer not in self.mlp_only_layers
         limits = tuple(limits[layer] if limits else 0.0 for limits in (self.swiglu_limits, self.swiglu_limits_shared))
         if self.layer_types and self.layer_types[layer] == "linear_attention":
@@ -313,9 +313,9 @@ class ModelConfig:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP module's layer: full attention by default, with an indexer and experts if the trunk has them.
+        """Kind of the layer in an MTP module, with an indexer and experts if the trunk has them.
 
-        Activations are not clamped.
+        Attention is full by default, and activations are not clamped.
         """
         indexer, is_sliding = "full" if self.index_topk else "", self.mtp_layer_type == "sliding_attention"
         return LayerKind(self.attention, self.is_moe and not self.mtp_dense, indexer, is_sliding)
@@ -343,7 +343,7 @@ def _module_config(config: ModelConfig) -> ModelConfig:
 
 @functools.cache
 def _sliding_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config whose full-attention fields have the values of the sliding-window layers."""
+    """Returns a copy of the config whose full-attention fields hold the values for sliding-window layers."""
     return dataclasses.replace(
         config,
         num_attention_heads=config.sliding_num_attention_heads,

@@ -17,7 +17,7 @@ def check_sizes(config: Any) -> None:
     require(0 <= tokens <= vocab_size, f"num_tokens {tokens} is not within 0..{vocab_size}")
     require(config.num_mtp_modules >= 0, f"num_mtp_modules must be at least 0, got {config.num_mtp_modules}")
     require(0 <= config.rms_norm_eps < math.inf, f"rms_norm_eps must be at least 0, got {config.rms_norm_eps}")
-    # Loading makes a list of names for every layer and expert, so an absurd number in a damaged file would stall it.
+    # Loading lists the tensor names of every layer and expert, so an absurd number in a damaged file would stall it.
     for name in ("num_hidden_layers", "num_mtp_modules", "n_routed_experts"):
         require(getattr(config, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, got {getattr(config, name)}")
     for name in ("indexer_types", "layer_types", "swiglu_limits", "swiglu_limits_shared"):
@@ -84,7 +84,7 @@ def _check_indexer(config: Any) -> None:
     require(width >= rotated, f"index_head_dim ({width}) must be at least qk_rope_head_dim ({rotated})")
     require(
         config.indexer_types[:1] != ("shared",),
-        "no layer comes before the first layer, so it cannot share an indexer: set its indexer type to full",
+        "the first layer cannot share the indexer of an earlier layer: set its indexer type to full",
     )
 
 

@@ -1,4 +1,4 @@
-"""The layout of weights, caches and rows on a mesh while decoding, and the one `shard_map` in which a call runs."""
+"""Lays out weights, caches and rows on a mesh for decoding, and runs each call in a single `shard_map`."""
 
 import dataclasses
 import math
@@ -34,12 +34,12 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
 
 
 def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
-    """Checks that the heads of all layers can be split the same way.
+    """Checks that the heads of all layers can be split in the same way.
 
-    Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
+    Key/value heads are not copied in models with sliding attention, so `tensor` must divide the number of these heads.
 
     Raises:
-        ValueError: the heads cannot be split in this way. The message contains the axis and the size.
+        ValueError: `tensor` does not divide a number of heads. The message contains both.
     """
     tensor = sizes.get("tensor", 1)
     for name in ("num_key_value_heads", "sliding_num_key_value_heads"):
@@ -52,7 +52,7 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
 
 
 def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | None = None) -> list[str]:
-    """Lists the model sizes that the axes of a mesh do not divide, which means that devices hold copies.
+    """Lists the model sizes that the mesh axes do not divide, so that devices hold copies along these axes.
 
     Args:
         num_slots: number of expert slots, copies included; None: no copies.
@@ -73,7 +73,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
         if num_slots is None or num_slots == config.n_routed_experts:
             over_experts["n_routed_experts"] = config.n_routed_experts
         else:
-            over_experts["the slots of experts,"] = num_slots
+            over_experts["the number of expert slots,"] = num_slots
         if config.shared_width:
             over_tensor["the width of the shared experts,"] = config.shared_width
     # Report each size that the product of its axes does not divide.
@@ -86,7 +86,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
 
 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
-    """Returns the config with one key/value head per `tensor` device, if it has fewer and equal copies are possible."""
+    """Sets one key/value head per `tensor` device if the config has fewer heads and can copy each equally often."""
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
     has_copies = config.attention == "grouped" and not config.has_sliding_layers and heads < parts
     fits = has_copies and parts % heads == 0 and config.num_attention_heads % parts == 0
@@ -94,7 +94,7 @@ def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
 
 
 def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> dict:
-    """Copies each key/value head and divides its queries among the copies. The attention result does not change.
+    """Copies each key/value head and divides its query heads among the copies. Attention results do not change.
 
     Args:
         num_heads: new number of key/value heads, a multiple of the old number.
@@ -129,9 +129,9 @@ def run_on_shards(
     *rest: Any,
     has_row_outputs: bool = False,
 ) -> Any:
-    """Calls `function(params, draft_params, state, *rest)` in one `shard_map` over the mesh that is set.
+    """Calls `function(params, draft_params, state, *rest)` in one `shard_map` over the current mesh.
 
-    Without a mesh, and inside a `shard_map`, it is a plain call.
+    Without a mesh, or if already inside a `shard_map`, calls the function directly.
 
     Every device gets its shard of weights, rows and caches, as `mtpjax.models.parallel` describes. Weights that
     training sharded over `fsdp` are gathered once, before the call.
@@ -145,7 +145,7 @@ def run_on_shards(
             same on all devices that hold the same rows.
 
     Returns:
-        The new state, sharded like the old one; with `has_row_outputs` also the arrays, of all rows.
+        The new state, sharded like the old one, and with `has_row_outputs` also the arrays for all rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or any(kind is AxisType.Manual for kind in mesh.axis_types):
@@ -168,13 +168,13 @@ def run_on_shards(
 
 
 def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_state: bool = False) -> Any:
-    """Returns the partition spec of every array in parameters or a state. Heads, experts and columns stay whole.
+    """Returns the partition spec of every array in parameters or a state. No head, expert or column is split.
 
     Args:
         is_state: the tree is a `DecodeState`.
 
     Returns:
-        `PartitionSpec`s in the structure of the tree. A size that an axis does not divide is not split.
+        A tree of `PartitionSpec`s with the same structure. A size that its axis does not divide is not split.
     """
 
     def of(path, leaf):
@@ -191,7 +191,7 @@ def choose_layout(
 
     Args:
         layout: "decoding" (see `part_specs`) or "training" (see `mtpjax.models.sharding.param_spec`).
-        allow_copies: replicate along an axis that does not divide a size; training always does.
+        allow_copies: replicate arrays along an axis that does not divide their size; "training" always does.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -223,18 +223,18 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
             continue
         name = MESH_AXES.get(axis or "", "")
         parts = sizes.get(name, 1)
-        # Only whole units are split, such as heads. Scales of fp8 blocks that cross a shard boundary are not split
-        # before `align_blocks`.
+        # Split only between whole units, such as heads. Scales of fp8 blocks that cross a shard boundary are not split
+        # until `align_blocks` has run.
         is_split = parts > 1 and size % parts == 0 and (axis == "batch" or units.get(axis or "", 1) % parts == 0)
         names.append(name if is_split else None)
-    # Use the shortest form, as jit's outputs do: P("data") and P("data", None) are the same layout but compile twice.
+    # Use the shortest form, as jit's outputs do: P("data") and P("data", None) are equivalent but compile separately.
     while names and names[-1] is None:
         names.pop()
     return PartitionSpec(*names)
 
 
 def _units(path: str, config: ModelConfig) -> dict[str, int]:
-    """Returns the number of indivisible units along each array axis: heads of one kind, experts, columns, tokens."""
+    """Returns the number of indivisible units along each array axis, such as heads or columns."""
     is_delta = "delta/" in path or path.endswith(("/state", "/conv"))
     of_attention = config.num_key_value_heads if config.attention == "grouped" else config.num_attention_heads
     ffn = config.intermediate_size
@@ -248,10 +248,10 @@ def _units(path: str, config: ModelConfig) -> dict[str, int]:
 
 
 def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Any:
-    """Splits fp8 blocks that would span two devices into smaller ones, with repeated scales.
+    """Splits fp8 blocks that would span two devices into smaller blocks with repeated scales.
 
     Returns:
-        The parameters. Where no block of at least 16 inputs fits, the weight is dequantised to bfloat16.
+        The parameters. A weight in which no block of at least 16 inputs fits is dequantised to bfloat16.
     """
 
     def align(path, leaf):
@@ -263,7 +263,7 @@ def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> An
         parts = sizes.get(spec[axis], 1) if axis < len(spec) and spec[axis] else 1
         own = leaf.values.shape[axis] // parts
         if name.endswith("experts/gate_up"):
-            # The expert kernels need one block size for gate, up and down: use the one of `down`.
+            # The expert kernels need the same block size for gate, up and down, so use the block size of `down`.
             parts = sizes.get("tensor", 1)
             parts = parts if config.moe_intermediate_size % parts == 0 else 1
             own = config.moe_intermediate_size // parts
@@ -276,7 +276,7 @@ def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> An
 
 
 def constrain_state(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
-    """Shards a decoding state over a mesh inside a jitted function: each device makes only its shard.
+    """Shards a decoding state over a mesh inside a jitted function, so that each device creates only its shard.
 
     Rows are sharded over `data`, and the heads of the caches over `tensor`. Latents are replicated over `tensor`, and
     the depth policy, which the whole batch shares, over all devices.

@@ -17,10 +17,10 @@ from mtpjax.models.parallel import first_row
 
 
 def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: MTPModel) -> dict[str, np.ndarray]:
-    """Counts how many tokens choose each expert, in one pass of the trunk over whole rows.
+    """Counts how many tokens choose each expert, in one trunk pass over whole rows.
 
     Args:
-        tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
+        tokens: `[B, T]` int32 texts without padding, similar to those that will be decoded.
 
     Returns:
         `[E]` counts, keyed by layer name, such as "layer_3". Layers without experts are omitted.
@@ -37,11 +37,11 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
 def count_on_shards(
     params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int
 ) -> jax.Array:
-    """Does the same as `count_expert_tokens` with decoding's sharding, in one pass like a prefill call.
+    """Counts like `count_expert_tokens`, but with decoding's sharding and in one pass that resembles a prefill call.
 
     Args:
-        tokens: `[P, b, T]` int32 right-padded texts, P shards of the `data` axis with b texts each.
-        lengths: `[P, b]` int32 text lengths; 0: an unused row.
+        tokens: `[P, b, T]` int32 right-padded texts, b for each of the P shards of the `data` axis.
+        lengths: `[P, b]` int32 text lengths; 0 marks an unused row.
         capacity: slots of the pass's cache, at least T.
 
     Returns:
@@ -76,7 +76,7 @@ def _count_chosen(
     model: MTPModel,
     capacity: int | None = None,
 ) -> dict[str, jax.Array]:
-    """Counts per layer how many tokens in `is_used [B, T]` choose each expert; with a cache, as in prefill."""
+    """Counts, per layer, the tokens in `is_used [B, T]` that choose each expert; with a cache, runs as in prefill."""
     (B, T), E = tokens.shape, model.config.n_routed_experts
     if cache is None or capacity is None:
         view = full_view(model.config, is_used.astype(jnp.int32))
@@ -86,10 +86,10 @@ def _count_chosen(
     _, kept = model.apply({"params": params}, tokens, view, cache, method="run_trunk", mutable=["router"])
 
     def count(ids: jax.Array) -> jax.Array:
-        # If `data` splits the experts, each device routes the rows of all devices, so it counts only its own rows.
+        # If the `data` axis splits the experts, each device routes all devices' rows; count only this device's rows.
         if len(ids) > B * T:
             ids = jax.lax.dynamic_slice_in_dim(ids, first_row(B * T), B * T)
-        # Ids of E or more are not counted.
+        # `bincount` ignores ids of E or more.
         return jnp.bincount(jnp.where(is_used.reshape(-1, 1), ids, E).ravel(), length=E)
 
     layers: Any = kept["router"]["trunk"]

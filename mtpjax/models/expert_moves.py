@@ -24,10 +24,10 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
         placement: tables of the new placement (`placement_tables`), with the same number of slots.
 
     Returns:
-        The parameters that change: the stacks, with the same bits for each expert, and the placement.
+        The changed parameters, which are the stacks (with bit-identical experts) and the placement.
     """
     stacks = {name: experts[name] for name in STACKS if name in experts}
-    # For each new slot, the slot that currently holds its expert (with several copies, the first one).
+    # Find, for each new slot, the slot that currently holds its expert (the first one if there are several copies).
     source = experts["placement"]["slots_of_expert"][placement["expert_of_slot"], 0]
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in AXES if name in mesh.shape}
@@ -52,9 +52,7 @@ def _take_around_ring(own: jax.Array, source: jax.Array, over: tuple[str, ...]) 
     from_next = [(sender, (sender - 1) % num_devices) for sender in range(num_devices)]
 
     def take(passing: jax.Array, taken: jax.Array, step: jax.Array | int) -> jax.Array:
-        """Copies the slots that this device needs from those in transit, the slots of the device `step` positions
-        further.
-        """
+        """Copies the slots that this device needs from `passing`, the slots of the device `step` positions ahead."""
         place = wanted - (device + step) % num_devices * size
         is_here = ((place >= 0) & (place < size)).reshape(size, *[1] * (own.ndim - 1))
         return jnp.where(is_here, jnp.take(passing, place, axis=0, mode="clip"), taken)

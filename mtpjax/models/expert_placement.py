@@ -1,10 +1,10 @@
-"""Places the experts of a mixture on devices by how often tokens choose them, with copies of the busiest.
+"""Places experts on devices according to how often tokens choose them, with copies of the busiest experts.
 
-Where experts are split over devices, a layer takes as long as its busiest device. Routers are uneven: a few experts get
-a large share of the tokens. Copying these experts and mixing busy with idle experts on each device balances the load,
-as in DeepSeek's expert-parallel load balancer ("EPLB"). Results do not change, because a copy has its expert's weights.
-Placements apply only to decoding. `mtpjax.models.expert_counts` counts the tokens, and `mtpjax.models.expert_moves`
-changes a placement on the devices.
+If experts are split over devices, a layer is as slow as its busiest device. Routers send a large share of the tokens to
+a few experts. Copying these experts and mixing busy with idle experts on each device balances the load, as in
+DeepSeek's expert-parallel load balancer ("EPLB"). Results do not change, because a copy has the same weights as its
+expert. Placements apply only to decoding. `mtpjax.models.expert_counts` counts the tokens, and
+`mtpjax.models.expert_moves` changes a placement on the devices.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Placement:
 
     @classmethod
     def measured(cls, expert_of_slot: np.ndarray, counts: np.ndarray, num_devices: int) -> "Placement":
-        """Makes a placement with the device loads for token counts; the copies of an expert share its tokens equally.
+        """Makes a placement and computes its device loads. An expert's tokens are divided equally among its copies.
 
         Args:
             expert_of_slot: `[S]` int32.
@@ -72,12 +72,12 @@ def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
 def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
     """Places one layer's experts.
 
-    First, each extra slot goes to the expert with the most tokens per copy. Then slots are assigned to devices in order
-    of decreasing load, each to the least loaded device that has a free slot.
+    First, each extra slot is given to the expert with the most tokens per copy. Then slots are assigned to devices in
+    order of decreasing load, each to the least loaded device that has a free slot.
 
     Args:
         counts: `[E]` tokens that chose each expert.
-        num_devices: devices over which experts are split: `data x expert` of the mesh.
+        num_devices: number of devices over which the experts are split, `data x expert` of the mesh.
         num_slots: total slots, a multiple of the number of devices; None: E, rounded up to such a multiple.
 
     Raises:
@@ -119,7 +119,7 @@ def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
 
     Args:
         placements: placements keyed by trunk layer name, such as "layer_3". All layers must have the same number of
-            slots, so missing layers and the MTP modules get copies of their first experts.
+            slots, so layers without a placement and the MTP modules get copies of their first experts.
 
     Returns:
         The parameters, for decoding with the same model.
@@ -154,10 +154,10 @@ def place_all_layers(
     """Places the experts of every layer of the trunk, with the same number of copies in each.
 
     Args:
-        num_devices: devices over which experts are split: `data x expert` of the mesh.
-        num_redundant: additional slots for copies, per layer.
-        counts: result of `count_expert_tokens`. Layers without counts assume equal use of all experts. None: all layers
-            do.
+        num_devices: number of devices over which the experts are split, `data x expert` of the mesh.
+        num_redundant: number of additional slots per layer, for copies.
+        counts: result of `count_expert_tokens`. In layers without counts, all experts are assumed to be used equally.
+            None: no layer has counts.
 
     Returns:
         The parameters, for decoding with the same model.
@@ -180,7 +180,7 @@ def place_all_layers(
 
 def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str, Any]:
     """Copies a layer's experts into these slots, and adds the tables that `choose_slots` reads."""
-    # The first axis of fp8 values and scales is experts, too.
+    # In fp8 weights, experts are the first axis of both values and scales.
     taken = {name: jax.tree.map(lambda leaf: leaf[expert_of_slot], experts[name]) for name in STACKS if name in experts}
     tables = placement_tables(expert_of_slot, experts["router"].shape[-1])
     return {**experts, **taken, "placement": jax.tree.map(jnp.asarray, tables)}
@@ -189,7 +189,7 @@ def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str
 def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, np.ndarray]:
     """Makes the tables of a placement, which are stored as "placement" in a layer's parameters.
 
-    Their shapes depend only on the numbers of slots S and experts E, so a program works for every placement.
+    Their shapes depend only on the numbers of slots S and experts E, so one compiled program works for every placement.
 
     Args:
         expert_of_slot: `[S]` the expert in each slot.

@@ -1,4 +1,4 @@
-"""The teacher-forced pass: trunk and MTP depths over whole rows of true tokens."""
+"""The teacher-forced pass, which runs the trunk and the MTP depths over whole rows of true tokens."""
 
 import functools
 
@@ -29,7 +29,7 @@ class DepthsOutput(flax.struct.PyTreeNode):
 
 
 class ForwardOutput(DepthsOutput):
-    """Output of `forward`: `DepthsOutput`, and the trunk's hidden states before the final norm."""
+    """Output of `forward`. Adds the trunk's hidden states before the final norm to `DepthsOutput`."""
 
     hidden_prenorm: jax.Array  # [B, T, D]
 
@@ -52,13 +52,13 @@ def forward(
         params: parameters of `model`.
         tokens: `[B, T]` int32 true tokens.
         model: the model.
-        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
+        segment_ids: `[B, T]` int32 document ids in packed rows; 0 is padding. None: one document per row.
         lengths: `[B]` int32 lengths of right-padded rows, instead of `segment_ids`.
-        num_depths: number of MTP depths; None: the number of modules. Depths beyond that run the last module again on
-            its output (recycled depths).
-        attention_layout: entries that a recycled depth attends to. "ttt": the prefix's teacher-forced entries and the
-            entries of its drafts, as in decoding (training-time test, EAGLE-3, 2503.01840). "stream": the entries of
-            this depth only.
+        num_depths: number of MTP depths; None: the number of modules. Depths beyond the modules run the last module
+            again on its output (recycled depths).
+        attention_layout: entries that a recycled depth attends to. With "ttt", these are the teacher-forced entries of
+            the prefix and the entries of the drafts after it, as in decoding (training-time test, EAGLE-3, 2503.01840);
+            with "stream", only the entries of that depth.
         is_detached: stop the gradients from the depths to the trunk and to the shared embedding and head.
 
     Returns:
@@ -84,9 +84,9 @@ def forward(
 
 
 def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
-    """Checks concrete token ids on the host, because an embedding lookup clamps them silently.
+    """Checks concrete token ids on the host, because an embedding lookup silently clamps invalid ids.
 
-    Tracers, and arrays that are spread over several processes, pass unchecked.
+    Tracers and arrays that are distributed over several processes are not checked.
 
     Raises:
         ValueError: an id is outside 0..vocab_size - 1.
@@ -97,7 +97,7 @@ def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
         ids = np.asarray(tokens)
     if ids.size and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocab_size:
         wrong = low if low < 0 else high
-        raise ValueError(f"tokens hold id {wrong}, outside 0..{vocab_size - 1}")
+        raise ValueError(f"tokens contain id {wrong}, which is outside 0..{vocab_size - 1}")
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout", "is_detached"))
@@ -139,7 +139,7 @@ def trunk_states(
 
 
 def _trunk_pass(params, tokens, segment_ids, model) -> tuple[jax.Array, jax.Array]:
-    """Returns the states that the modules read and those before the final norm, each `[B, T, D]`."""
+    """Returns the states that the modules read and the states before the final norm, each `[B, T, D]`."""
     output = bind(model, params)(tokens, full_view(model.config, segment_ids), method="run_trunk")
     return model.mtp_input_hidden(output), output.prenorm
 
@@ -155,7 +155,7 @@ def forward_depths(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> DepthsOutput:
-    """Runs the head and the MTP depths over hidden states `[B, T, D]` from `trunk_states`; otherwise as `forward`.
+    """Runs the head and the MTP depths like `forward`, but over hidden states `[B, T, D]` from `trunk_states`.
 
     Raises:
         ValueError: for an unknown layout, or depths without modules.
@@ -178,15 +178,15 @@ def forward_depths(
     base: Entries = {}
     levels: tuple[Entries, ...] = ()
     for depth in range(1, num_depths + 1):
-        # Depth k reads the embedding of the token k positions further, within the same document.
+        # Depth k reads the embedding of the token k positions ahead, within the same document.
         index = min(depth, modules) - 1
         shifted, is_valid = shift_left(tokens, depth), segment_ids == shift_left(segment_ids, depth)
         recycled = None
         if depth <= modules:
-            # A module reads the trunk's states or the previous module's.
+            # A module reads the trunk's states or the previous module's output.
             source = mtp_hidden if config.mtp_chaining == "trunk" else chained_hidden
         else:
-            # A recycled depth reads its own output. Its draft sits one position further per level.
+            # A recycled depth reads the previous depth's output. Each level moves the draft one position further.
             source = chained_hidden
             if attention_layout == "ttt":
                 view = full_view(config, segment_ids, shift=depth - modules)
@@ -194,7 +194,7 @@ def forward_depths(
         output, chained_hidden, entries = apply(
             source, shifted, view, recycled, index=index, is_valid=is_valid, method="run_module"
         )
-        # Later levels attend to the last module's teacher-forced entries, and to the entries of each recycled level.
+        # Later levels attend to the last module's teacher-forced entries and to the entries of earlier recycled levels.
         if depth == modules:
             base = entries
         elif recycled is not None:

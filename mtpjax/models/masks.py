@@ -1,4 +1,4 @@
-"""Positions, attention masks and cache slots of the tokens of a pass."""
+"""Positions, attention masks and cache slots for the tokens in a pass."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles d
 
 
 def segment_positions(segment_ids: jax.Array) -> jax.Array:
-    """Counts the positions `[B, T]` int32 of packed rows from the first token of each segment."""
+    """Computes positions `[B, T]` int32 in packed rows, counted from the first token of each segment."""
     index = jnp.arange(segment_ids.shape[1])[None, :]
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
     return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
 def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) -> View:
-    """Makes the view of whole rows without a cache: causal within each segment, with positions counted from its start.
+    """Makes the view of whole rows without a cache, causal within each segment, with positions counted from its start.
 
     `shift` is added to the rotary positions, for recycled MTP depths.
     """
@@ -46,7 +46,7 @@ def cached_view(
     window: tuple[int, int] | None = None,
     is_used: jax.Array | None = None,
 ) -> View:
-    """Makes the view of tokens that are written to cache slots `start .. start + width - 1`.
+    """Makes the view for tokens that are written to cache slots `start .. start + width - 1`.
 
     Args:
         start: `[B]` int32 first slot.
@@ -55,13 +55,13 @@ def cached_view(
         num_valid: `[B]` number of leading tokens that are certain to be committed, if that is known before the pass;
             recurrent layers then advance their state at once. None: acceptance decides later.
         tree: the tokens form a draft tree. None: each token follows the previous one.
-        window: (window size, number of sinks). A token attends to the newest positions within the window, itself
-            included, and to the first slots, the sinks. Other slots are not read. None: a token attends to all text
-            before it.
+        window: (window size, number of sinks). A token attends to the newest positions within the window, including its
+            own, and to the first slots (the sinks). Other slots are not read. None: a token attends to all text before
+            it.
         is_used: `[B, T]` bool, True for tokens whose outputs are read. The others (free rows and padding) are not
             routed to experts. None: all are used.
     """
-    # Positions: consecutive in a chain, by depth in a tree.
+    # Positions are consecutive in a chain, and follow the node depths in a tree.
     positions = start[:, None] + jnp.arange(width)[None, :] if tree is None else tree.base[:, None] + tree.depths
     mask, span, reach = _visible_slots(start, positions, capacity, tree, window)
     # Sliding-window layers never attend beyond their own window, whatever the window of the pass.
@@ -72,7 +72,7 @@ def cached_view(
         seen = _visible_slots(start, positions, capacity, near, (own, 0))
         sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), *seen, config.sliding_window)
     angles = rotary_angles(config, positions)
-    # Experts process the rows of all devices, so the masks of all devices are gathered here, once for all layers.
+    # Experts process the rows of all devices, so gather all devices' masks here, once for all layers.
     all_used = None if is_used is None else all_rows(is_used)
     return View(
         angles, mask, start, num_valid=num_valid, span=span, reach=reach, is_used=is_used, all_used=all_used,
@@ -83,11 +83,11 @@ def cached_view(
 def _visible_slots(
     start: jax.Array, positions: jax.Array, capacity: int, tree: TreeSlots | None, window: tuple[int, int] | None
 ) -> tuple[jax.Array, Span | None, Reach]:
-    """Makes mask, span and reach of a pass over tokens at `positions [B, T]`; other arguments as in `cached_view`."""
+    """Makes mask, span and reach for a pass over tokens at `positions [B, T]`; other arguments as in `cached_view`."""
     width = positions.shape[1]
 
     def is_visible(slots: jax.Array) -> jax.Array:
-        """`slots [B, X]` -> `[B, T, X]`: text before the token, within the window; in a tree also its ancestors."""
+        """Maps `slots [B, X]` to `[B, T, X]`, True for text up to the token, inside the window, and for ancestors."""
         slots, place = slots[:, None], positions[:, :, None]
         is_text = slots <= place if tree is None else slots < tree.base[:, None, None]
         if window is not None:
@@ -102,10 +102,10 @@ def _visible_slots(
     if window is not None:
         reach = reach.replace(begin=positions - window[0] + 1, sinks=window[1])
 
-    # 2. The mask over the slots that are read: all of them or, with a window, the sinks and the newest slots.
+    # 2. The mask over the slots that are read, which are all slots or, with a window, the sinks and the newest slots.
     size = capacity
     if window is not None:
-        # At least two sinks, because `attend` treats a source of one slot specially.
+        # Use at least two sinks, because `attend` treats a source with one slot specially.
         drafted = 0 if tree is None else tree.ancestor_mask.shape[2]
         sinks, size = max(window[1], 2), window[0] + max(drafted, width)
     if window is None or sinks + size >= capacity:
@@ -115,21 +115,21 @@ def _visible_slots(
     near = begin[:, None] + jnp.arange(size)[None, :]
     far = jnp.broadcast_to(jnp.arange(sinks)[None, :], (len(start), sinks))
     mask = jnp.concatenate([is_visible(far) & (far < window[1])[:, None], is_visible(near)], axis=-1)
-    # The two ranges overlap in short texts; a sink counts once.
+    # The two ranges overlap in short texts, so mask out sinks in the second range.
     is_sink = jnp.concatenate([jnp.zeros_like(far, bool), near < window[1]], axis=-1)
     return mask & ~is_sink[:, None], Span(begin, sinks, size), reach
 
 
 def _newest(ancestor_mask: jax.Array, window: int) -> jax.Array:
-    """Keeps the newest `window` ancestors of each node, itself included. Ancestors come before their descendants."""
+    """Keeps the newest `window` ancestors of each node, including itself. Ancestors precede their descendants."""
     from_end = jnp.cumsum(ancestor_mask[:, :, ::-1].astype(jnp.int32), axis=2)[:, :, ::-1]
     return ancestor_mask & (from_end <= window)
 
 
 def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:
     """Returns `[B, T, X]` bool: True where slot x holds a token that node t of the tree attends to."""
-    # The mask is packed into 32-bit words and read by shifts. Arithmetic fuses into the computation of every layer's
-    # scores; the result of a gather would have slots as its slowest axis, which is slow to read on a CPU.
+    # Pack the mask into 32-bit words and read it with shifts, because this arithmetic fuses into every layer's score
+    # computation. The result of a gather would have slots as its slowest axis, which is slow to read on a CPU.
     index = (slots - tree.base[:, None])[:, None]
     is_seen = jnp.zeros((), bool)
     for begin in range(0, tree.ancestor_mask.shape[2], 32):

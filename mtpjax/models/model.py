@@ -1,4 +1,4 @@
-"""The whole model as a Flax linen module: trunk, MTP modules, shared embedding and head."""
+"""The whole model as a Flax linen module, with trunk, MTP modules, and shared embedding and head."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from pallas_kernels.top_k import top_k
 class TrunkOutput(flax.struct.PyTreeNode):
     """Output of a trunk pass over `[B, T]` tokens."""
 
-    hidden: jax.Array  # [B, T, D] after the final norm: the head reads it
+    hidden: jax.Array  # [B, T, D] after the final norm; the head's input
     prenorm: jax.Array  # [B, T, D] before the final norm
     states: tuple[jax.Array, ...]  # [B, T, D] each: input states of the requested layers
     cache: Cache | None  # with the tokens appended
@@ -40,7 +40,7 @@ class Trunk(nn.Module):
     Each unrolled layer has parameters `layer_i` and a cache. Decoding uses this form, because a scan would copy every
     weight in each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows, without a
     cache. Training uses this form, because XLA then compiles one layer instead of all. For the backward pass a scanned
-    layer keeps the results of its weight matmuls (`_is_kept`); with `remat` it keeps only its input and runs again.
+    layer keeps the results of its weight matmuls (`_is_kept`); with `remat` it keeps only its input.
     """
 
     config: ModelConfig
@@ -67,13 +67,14 @@ class Trunk(nn.Module):
             )
         selection: Masks | None = None
         if self.scanned:
-            # One scan per run of repeating kinds. The carry needs a constant structure, so it starts with a
+            # Use one scan for each run of repeating kinds. The carry needs a constant structure, so it starts with a
             # placeholder selection, which the first layer's indexer replaces.
             if config.index_topk:
                 selection = (view.mask,)
             period_type = _Period
             if num_shards("fsdp") > 1:
-                # Gather inside the rematerialised part: the backward pass gathers again, so no whole layer is kept.
+                # Gather inside the rematerialised part, so that the backward pass gathers again instead of keeping
+                # whole layers.
                 gather = functools.partial(gather_layers, config=config)
                 period_type = nn.map_variables(_Period, "params", trans_in_fn=gather)
             stretch = nn.remat(period_type, prevent_cse=False, policy=None if self.remat else _is_kept)
@@ -88,7 +89,7 @@ class Trunk(nn.Module):
                 period_layers = stretch(config, first, period, self.implementation, name=name)
                 (x, selection), _ = scan(period_layers, (x, selection), view)
             return x, None, ()
-        # Unrolled: each layer has its own parameters and its own part of the cache.
+        # Unrolled layers each have their own parameters and their own part of the cache.
         layers, states, update = [], {}, None
         for index, kind in enumerate(config.trunk_kinds):
             if index in layer_ids:
@@ -119,7 +120,7 @@ class _Period(nn.Module):
 
 
 def _is_kept(primitive, *_, **settings) -> bool:
-    """Returns whether a scanned layer keeps a result for the backward pass: it keeps the results of weight matmuls.
+    """Returns whether a scanned layer keeps a result for the backward pass, which it does only for weight matmuls.
 
     Norms, activations and attention are recomputed. Attention matmuls are recognised by their two batch axes, rows and
     heads. Keeping everything would take more memory, which costs more time than the recomputation.
@@ -131,12 +132,12 @@ def _is_kept(primitive, *_, **settings) -> bool:
 
 
 class MTPModule(nn.Module):
-    """One MTP module: maps `hidden [B, T, D]` and the `embedding [B, T, D]` of the following tokens to `[B, T, D]`.
+    """An MTP module, which maps `hidden [B, T, D]` and the next tokens' `embedding [B, T, D]` to `[B, T, D]`.
 
-    DeepSeek-V3 (2412.19437, equations 21-23), in the order of its checkpoints: embedding first. Row i of module k reads
-    the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's final norm, which the head
-    reads, the output before that norm, and the attention entries. Without a final norm (`mtp_output_norm`) both
-    outputs are the same.
+    Follows DeepSeek-V3 (2412.19437, equations 21-23), with the embedding first, as in its checkpoints. Position i of
+    module k reads the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's final norm
+    (which the head reads), the output before that norm, and the attention entries. Without a final norm
+    (`mtp_output_norm`), the two outputs are the same.
     """
 
     config: ModelConfig
@@ -169,14 +170,14 @@ class MTPModule(nn.Module):
 
 
 class MTPModel(nn.Module):
-    """A trunk with MTP modules: a static, hashable description without parameters.
+    """A static, hashable description of a trunk with MTP modules, without parameters.
 
     The parameters are a separate pytree, from `init_params` or `load`.
 
     Args:
         config: the architecture.
-        scan_layers: use stacked trunk layers in one scan, the form for training (`mtpjax.models.trunk.stack_layers`).
-            False: unrolled layers, the form for decoding.
+        scan_layers: stack and scan the trunk layers, as training does (`mtpjax.models.trunk.stack_layers`). False:
+            unroll the layers, as decoding does.
         remat: keep only the input of each trunk layer and module for the backward pass.
         dtype: dtype that layers compute in, to which they cast their weights; None: the embedding's dtype.
         implementation: "xla", "triton" or "auto" for every kernel (`pallas_kernels.dispatch`).
@@ -240,11 +241,11 @@ class MTPModel(nn.Module):
         return TrunkOutput(self.norm_final(prenorm), prenorm, states, cache)
 
     def mtp_input_hidden(self, output: TrunkOutput) -> jax.Array:
-        """Picks the hidden states `[B, T, D]` that the MTP modules read, by the family's convention."""
+        """Picks the hidden states `[B, T, D]` that the MTP modules read, following the family's convention."""
         return output.hidden if self.config.mtp_hidden_post_norm else output.prenorm
 
     def head_input_hidden(self, mtp_hidden: jax.Array) -> jax.Array:
-        """Converts the hidden states that the MTP modules read to those that the head reads."""
+        """Converts the hidden states that the MTP modules read into those that the head reads."""
         return mtp_hidden if self.config.mtp_hidden_post_norm else self.norm_final(mtp_hidden)
 
     def run_module(
@@ -257,13 +258,13 @@ class MTPModel(nn.Module):
         index: int,
         is_valid: jax.Array | None = None,
     ):
-        """Runs MTP module `index`, from 0.
+        """Runs MTP module `index`; indices start at 0.
 
         Args:
-            hidden: `[B, T, D]` hidden states, of the trunk or of the previous module.
+            hidden: `[B, T, D]` hidden states of the trunk or of the previous module.
             tokens: `[B, T]` int32; module k reads the token k + 1 positions after each hidden state.
-            layer_cache: the module's layer of a cache; `Recycled` for a recycled depth over whole rows; None for a
-                pass over whole rows.
+            layer_cache: the module's layer of a cache; over whole rows, `Recycled` for a recycled depth and None for
+                other depths.
             is_valid: `[B, T]` bool; embeddings of invalid tokens are zero. None: all are valid.
 
         Returns:
@@ -283,22 +284,22 @@ class MTPModel(nn.Module):
         return after, after if self.config.mtp_chain_post_norm else before, entries
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Looks up the trunk's embedding: `[B, T]` tokens to `[B, T, D]`."""
+        """Looks up `[B, T]` tokens in the trunk's embedding; returns `[B, T, D]`."""
         return self._embed(self.embedding, tokens)
 
     def _embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        # The cast follows the look-up, so that the gradient sums over tokens in the table's dtype.
+        # Cast after the look-up, so that the gradient sums over tokens in the table's dtype.
         rows = Vocabulary.of(self.config.vocab_size).look_up(lambda columns: table[columns], tokens, len(table))
         return rows if self.dtype is None else rows.astype(self.dtype)
 
     def head_matrix(self, *, index: int | None = None) -> jax.Array:
-        """Returns the head `[D, V]` of module `index` if it has a separate one, else the trunk's."""
+        """Returns module `index`'s head `[D, V]` if it has a separate head, and otherwise the trunk's head."""
         if index is not None and self.config.mtp_own_head:
             return self.mtp_head[index]
         return self.embedding.T if self.config.tie_word_embeddings else self.head
 
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Applies module `index`'s head, or the trunk's, to normalised states: `[..., D]` to float32 `[..., V]`."""
+        """Applies module `index`'s or the trunk's head to normalised states `[..., D]`; returns `[..., V]` float32."""
         return Vocabulary.of(self.config.vocab_size).gather(self.own_logits(hidden, index=index))
 
     def own_logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
@@ -306,13 +307,13 @@ class MTPModel(nn.Module):
         return multiply_head(hidden, self.head_matrix(index=index))
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
-        """Computes the `k` largest logits without storing all of them; ids that only pad the table are excluded.
+        """Computes the `k` largest logits without storing all logits; ids that only pad the table are excluded.
 
         Returns:
             The k largest logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits
             `[...]` float32.
         """
-        # A tied embedding is read in its own layout [V, D]: a transpose would copy it.
+        # Read a tied embedding in its original layout [V, D], because a transpose would copy it.
         config = self.config
         is_tied = config.tie_word_embeddings and not (index is not None and config.mtp_own_head)
         head = self.embedding if is_tied else self.head_matrix(index=index)
@@ -322,7 +323,7 @@ class MTPModel(nn.Module):
             logits = self.logits(hidden, index=index)[..., :num_tokens]
             return *top_k(logits, k), jax.nn.logsumexp(logits, axis=-1)
         if own_tokens < config.vocab_size and num_tokens < config.vocab_size:
-            # The number of ids that only pad the table differs between devices, but is a constant in the kernel.
+            # The number of ids that only pad the table differs between devices, but the kernel needs a constant.
             token = vocabulary.ids(own_tokens)
             own_logits = jnp.where(token < num_tokens, self.own_logits(hidden, index=index), -jnp.inf)
             values, tokens, logsumexp = *top_k(own_logits, k), jax.nn.logsumexp(own_logits, axis=-1)
@@ -349,5 +350,5 @@ def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 
 def bind(model: MTPModel, params: dict) -> Callable[..., Any]:
-    """Binds parameters to a model: `bind(model, params)(tokens, view, method="run_trunk")` calls its `run_trunk`."""
+    """Binds parameters to a model; `bind(model, params)(tokens, view, method="run_trunk")` calls `run_trunk`."""
     return functools.partial(model.apply, {"params": params})

@@ -11,7 +11,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.rope_scaling import make_scaling
 
 MODEL_FIELDS: dict[str, Any] = typing.get_type_hints(ModelConfig)  # the type of each field
-# Types that a value of a plain field may have. An int counts as a float, but a bool does not count as an int.
+# Types that are valid for the values of plain fields. An int counts as a float, but a bool does not count as an int.
 _PLAIN_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,)}
 
 
@@ -30,7 +30,7 @@ def model_changes(model: ModelConfig | Mapping[str, Any] | Iterable[tuple[str, A
     """Reads the fields to change, and makes their values hashable.
 
     Args:
-        model: a `ModelConfig`, which sets every field; a mapping or (name, value) pairs of some fields; None: no field.
+        model: a `ModelConfig` to set every field, a mapping or (name, value) pairs to set some, or None to set none.
 
     Raises:
         ValueError: a field is unknown, or a value has the wrong type.
@@ -68,10 +68,10 @@ def _hashable_value(name: str, value: Any) -> Any:
 
 
 def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
-    """Changes fields of an architecture; `changes` are from `model_changes`.
+    """Overrides fields of an architecture with `changes`, the result of `model_changes`.
 
     If the base's `head_dim` and `num_key_value_heads` are the defaults for its other fields, they are recomputed for
-    the changed fields. With `hidden_size` 96 instead of 64, four heads are then 24 wide, not 16.
+    the changed fields. For example, changing `hidden_size` from 64 to 96 makes four heads 24 wide instead of 16.
 
     Raises:
         ValueError: the values are inconsistent.

@@ -1,7 +1,7 @@
-"""A device's shard of a model inside `shard_map`: sizes of shards, and sums over devices.
+"""Helpers for a device's shard of a model inside `shard_map`, such as shard sizes and sums over devices.
 
-Outside `shard_map` a model has one shard, and every function here is the identity. Inside, the axes of the mesh are
-manual: the modules make parameters of the shard's size, and sum the shards' results.
+Outside `shard_map` a model has one shard, and every function here is the identity. Inside, the mesh axes are manual, so
+the modules create parameters of the shard's size and sum the shards' results.
 """
 
 import math
@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from pallas_kernels.partial_sums import PartialSums
 
 EXPERT_AXES = (("data", "expert"), ("data",), ("expert",))  # tried in this order
-# True if the weights have decoding's layout; part of JAX's cache key.
+# True if the weights are laid out for decoding; part of JAX's cache key.
 decoding_layout = jax.make_user_context(False)
 
 
@@ -45,8 +45,8 @@ def is_split(size: int, axis: str) -> bool:
 def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the manual axes that split the experts, slowest-varying first, and the subset that also splits the rows.
 
-    Along the latter, each device runs its experts for the rows of all devices. Decoding splits experts over `data` and
-    `expert` where these axes divide the number of experts, and rows over `data`. Training splits experts over `expert`,
+    Along this subset, each device runs its experts for the rows of all devices. Decoding splits experts over `data` and
+    `expert` if these axes divide the number of experts, and rows over `data`. Training splits experts over `expert`,
     and rows over every axis.
     """
     over = axes_that_divide(num_experts, num_shards, EXPERT_AXES if decodes else (("expert",),))
@@ -56,7 +56,7 @@ def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tu
 def axes_that_divide(
     size: int, parts: Callable[[str], int], candidates: tuple[tuple[str, ...], ...] = EXPERT_AXES
 ) -> tuple[str, ...]:
-    """Returns the first candidate whose axes all have several devices and whose product divides a size, or ().
+    """Returns the first candidate whose axes all have several devices and whose product divides `size`, else ().
 
     Args:
         parts: returns the number of devices along an axis.
@@ -77,7 +77,7 @@ def add_parts(sums: PartialSums, size: int, axis: str) -> PartialSums:
 
 
 def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
-    """Reduces `[B]` over the rows of all devices.
+    """Reduces one value per row over the rows of all devices.
 
     Args:
         reduce: `jnp.any`, `jnp.all` or `jnp.max`.
@@ -99,7 +99,7 @@ def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
 
     The gradient is summed over these devices and scattered back.
     """
-    # An array of full size was not split: `fsdp` did not divide it.
+    # An array of full size was not split, because `fsdp` does not divide it.
     if num_shards("fsdp") == 1 or leaf.shape[axis] == size:
         return leaf
     return jax.lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)

@@ -1,4 +1,4 @@
-"""Model parameters: initialise and describe them, add MTP modules, and find the modules' parameters."""
+"""Initialises and describes model parameters, adds MTP modules, and identifies the modules' parameters."""
 
 import dataclasses
 import functools
@@ -28,13 +28,13 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_shardings, path_name
 from mtpjax.models.trunk import unstack_layers
 
-# Top-level names of a drafter within its trunk's parameters: its network, and the token id of each head column.
+# Top-level keys in the trunk's parameters for a drafter's network and for the token ids of its head's columns.
 DRAFTER, DRAFT_IDS = "drafter", "draft_ids"
 
 
 @library_settings()
 def init_params(model: MTPModel, key: jax.Array, mesh: Mesh | None = None) -> dict:
-    """Draws random parameters: embedding with variance 1, matrices with variance 1 / fan-in, identity norms.
+    """Draws random parameters with variance 1 in embeddings and 1 / fan-in in matrices; norms are the identity.
 
     Args:
         model: the model; `scan_layers` decides between stacked and unrolled layers.
@@ -42,7 +42,7 @@ def init_params(model: MTPModel, key: jax.Array, mesh: Mesh | None = None) -> di
         mesh: mesh on which to create the parameters, sharded as for training; None: one device.
 
     Returns:
-        The parameters, float32.
+        The float32 parameters.
 
     Example:
         >>> import jax
@@ -51,7 +51,7 @@ def init_params(model: MTPModel, key: jax.Array, mesh: Mesh | None = None) -> di
         >>> sorted(params)
         ['embedding', 'head', 'mtp_0', 'norm_final', 'trunk']
     """
-    # Draw stacked layers, and unstack them afterwards: only one layer is compiled.
+    # Draw stacked layers and unstack them afterwards, so that only one layer is compiled.
     stacked = model.clone(scan_layers=True, implementation="xla")
     params = _draw_params(stacked, key, mesh)
     return params if model.scan_layers else unstack_layers(params, model.config)
@@ -81,14 +81,14 @@ def check_params(params: dict, model: MTPModel) -> None:
     """Checks that a tree has the structure and shapes of a model's parameters.
 
     Raises:
-        UsageError: a parameter is missing or unexpected, or has a different shape. The message lists the first one.
+        UsageError: a parameter is missing or unexpected, or has a different shape. The message names the first.
     """
     found, wanted = _shapes(params), _shapes(param_shapes(model.config, model.scan_layers))
     for name in [*wanted, *found]:
         if found.get(name) == wanted.get(name):
             continue
         shapes = " instead of ".join(f"shape {of[name]}" if name in of else "nothing" for of in (found, wanted))
-        # A common mistake: layers in the wrong form.
+        # A common mistake is to pass layers in the wrong form.
         form = "stacked" if model.scan_layers else "unrolled"
         hint = f"; the model expects {form} layers (scan_layers={model.scan_layers})" if "trunk/" in name else ""
         raise UsageError(f"the parameters do not match the model: {name} has {shapes}{hint}")
@@ -101,11 +101,11 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:
-    """Adds untrained MTP modules to a model, to train them.
+    """Adds untrained MTP modules to a model, so that they can be trained.
 
     A new module starts as a copy of the module before it (looped extension, 2603.23911). The first module of a model
-    starts with random projections and a copy of the trunk's last decoder layer, if that layer is of the modules' kind.
-    All new modules share the trunk's embedding and head.
+    starts with random projections and, if the trunk's last decoder layer has the same kind as the module's layer, with
+    a copy of that layer. All new modules share the trunk's embedding and head.
 
     Args:
         model: a model with or without MTP modules.
@@ -149,7 +149,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         if index:
             params[f"mtp_{index}"] = copy(params[f"mtp_{index - 1}"])
             continue
-        # The first module: random projections, around a copy of the trunk's last layer if that is of the modules' kind.
+        # The first module gets random projections, around a copy of the trunk's last layer if that has the same shapes.
         new = copy(jax.jit(MTPModule(config).init)(key, hidden, hidden, view)["params"])
         last = copy(params["trunk"][f"layer_{config.num_hidden_layers - 1}"])
         params["mtp_0"] = {**new, "block": last} if shapes(last) == shapes(new["block"]) else new
@@ -160,13 +160,13 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
 def shard_for_decoding(
     model: MTPModel, params: dict, mesh: Mesh, *, allow_copies: bool = False
 ) -> tuple[MTPModel, dict]:
-    """Shards parameters over a mesh for decoding, so that calls need not move them.
+    """Shards parameters over a mesh for decoding, so that decoding calls do not move them.
 
     Args:
         model: the model.
         params: its parameters, with unrolled layers.
         mesh: the mesh.
-        allow_copies: replicate along an axis that does not divide a size.
+        allow_copies: replicate arrays along an axis that does not divide their size.
 
     Returns:
         The model and the parameters to decode with, which give the same results. If `tensor` has more devices than
@@ -192,7 +192,7 @@ def shard_for_decoding(
 def fit_to_mesh(
     model: MTPModel, params: dict, sizes: Mapping[str, int], *, allow_copies: bool = False
 ) -> tuple[MTPModel, dict]:
-    """Checks that a mesh divides a model, and copies key/value heads so that each `tensor` device has one.
+    """Checks that a mesh divides a model's sizes, and copies key/value heads so that each `tensor` device has one.
 
     Raises:
         ValueError: without `allow_copies`, an axis of the mesh does not divide a size of the model.

@@ -1,4 +1,4 @@
-"""Architectures by name: small models to train, and published ones."""
+"""Named architectures, both small models to train and published models."""
 
 import dataclasses
 
@@ -12,7 +12,8 @@ class _Presets(dict[str, ModelConfig]):
         raise ValueError(f"unknown preset '{name}'{did_you_mean(name, self)}; supported: {', '.join(self)}")
 
 
-# Narrow and deep, so that on a CPU a pass over three tokens costs little more than over one, and drafts are cheap.
+# Narrow and deep, so that on a CPU a pass over three tokens costs little more than a one-token pass, and drafts are
+# cheap.
 _TINY = ModelConfig(
     vocab_size=256,
     hidden_size=64,
@@ -106,7 +107,7 @@ _GLM_45_AIR = ModelConfig(
 
 
 def _every_fourth(layers: int) -> tuple:
-    """Repeats three layers of linear attention and one of full attention."""
+    """Repeats three linear-attention layers and one full-attention layer."""
     return ("linear_attention", "linear_attention", "linear_attention", "full_attention") * (layers // 4)
 
 

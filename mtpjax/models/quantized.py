@@ -14,7 +14,7 @@ class BlockScaled(flax.struct.PyTreeNode):
     """A weight as fp8 values with a float32 scale per block; `astype` dequantises it.
 
     DeepSeek-V3 stores `[out, in]` matrices in 128 x 128 blocks. Here a weight's axes may be factored and in any order,
-    so `scales` has the same axes: the input axis is shorter by the factor `block`, and scales repeat along the others.
+    so `scales` has the same axes, but its input axis is shorter by the factor `block`. Scales repeat along other axes.
     """
 
     values: jax.Array  # fp8
@@ -48,15 +48,15 @@ def is_scaled(leaf) -> bool:
 
 
 def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """Multiplies `x [..., D]` by a weight `[D, ...]` with other axes of total size F; returns `[..., F]` in x's dtype.
+    """Multiplies `x [..., D]` by a weight `[D, ...]` whose other axes have total size F; returns `[..., F]`.
 
-    XLA first dequantises fp8 weights to an array in x's dtype; the kernel does not.
+    The result has x's dtype. XLA first dequantises fp8 weights to an array of that dtype; the kernel does not.
     """
     return partial_product(x, weight, implementation=implementation).total()
 
 
 def partial_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> PartialSums:
-    """Computes `matrix_product` without its last step, the sum over parts of D, which the next op does as it loads."""
+    """Computes `matrix_product` except for the final sum over parts of D, which the next op computes as it loads."""
     values, scales, block = _as_matrix(weight, x.shape[-1])
     return partial_matmul(x, values, scales, block=block, implementation=implementation)
 
@@ -64,7 +64,7 @@ def partial_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementa
 def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> tuple[PartialSums, ...]:
     """Computes `partial_product` of the same rows with several weights, in one kernel launch."""
     matrices = [_as_matrix(weight, x.shape[-1]) for weight in weights]
-    # One launch supports one block size; weights with different sizes run one by one.
+    # A launch supports only one block size, so weights with different block sizes run one by one.
     if len({block for _, scales, block in matrices if scales is not None}) > 1:
         return tuple(partial_product(x, weight, implementation=implementation) for weight in weights)
     block = next((block for _, scales, block in matrices if scales is not None), 128)

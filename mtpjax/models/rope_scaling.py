@@ -10,7 +10,7 @@ from mtpjax.messages import require
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN rotary scaling (2309.00071) with DeepSeek's two softmax terms; names as in Hugging Face's `rope_scaling`."""
+    """YaRN rotary scaling (2309.00071) with DeepSeek's two softmax terms, named as in Hugging Face's `rope_scaling`."""
 
     factor: float
     original_max_position_embeddings: int
@@ -19,7 +19,7 @@ class Yarn:
     mscale: float = 0.0  # 0: not set
     mscale_all_dim: float = 0.0  # 0: not set
     truncate: bool = True  # the ramp starts and ends at whole pairs
-    attention_factor: float | None = None  # factor of cosines and sines; None: see `rotation_factor`
+    attention_factor: float | None = None  # factor that multiplies cosines and sines; None: see `rotation_factor`
 
     def magnitude(self, mscale: float = 1.0) -> float:
         """Returns YaRN's attention temperature, `0.1 * mscale * ln(factor) + 1`."""
@@ -27,7 +27,7 @@ class Yarn:
 
     @property
     def rotation_factor(self) -> float:
-        """Factor of cosines and sines. As in transformers, `mscale` applies only together with `mscale_all_dim`."""
+        """Factor that multiplies cosines and sines. As in transformers, `mscale` applies only with `mscale_all_dim`."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -37,7 +37,7 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's rotary scaling by wavelength; names as in Hugging Face's `rope_scaling` of type "llama3"."""
+    """Llama 3.1's rotary scaling by wavelength, named as in Hugging Face's `rope_scaling` of type "llama3"."""
 
     factor: float
     original_max_position_embeddings: int
@@ -64,8 +64,8 @@ def make_scaling(values: Mapping[str, Any]) -> RopeScaling:
     """Makes a rotary scaling from its stored fields.
 
     Args:
-        values: fields of the scaling. `rope_type` "linear" means linear, the key `low_freq_factor` Llama 3, anything
-            else YaRN.
+        values: fields of the scaling. It is linear if `rope_type` is "linear", Llama 3 if there is a `low_freq_factor`,
+            and YaRN otherwise.
 
     Raises:
         TypeError: a field is missing or unknown.

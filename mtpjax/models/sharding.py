@@ -1,4 +1,4 @@
-"""Splits parameters and states over a mesh: parameter path -> axis names, and axis name -> mesh axis."""
+"""Splits parameters and states over a mesh by mapping parameter paths to axis names and axis names to mesh axes."""
 
 import itertools
 import math
@@ -15,8 +15,8 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.parallel import gather_axis
 from mtpjax.models.quantized import is_scaled
 
-# (pattern, axis names): the first pattern that matches a parameter's path applies. Parameters that match none (norms,
-# routers) are replicated.
+# (pattern, axis names) pairs. The first pattern that matches a parameter's path applies; parameters that match no
+# pattern (norms, routers) are replicated.
 PARAMETER_AXES = (
     (r"embedding(_\d+)?$", ("vocab", "embed")),
     (r"(^|/|mtp_)head(_\d+)?$", ("embed", "vocab")),
@@ -43,7 +43,7 @@ MESH_AXES = {
 
 
 def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns one parameter's partition spec for training. Array axes that their mesh axis does not divide stay whole.
+    """Returns one parameter's partition spec for training. Axes that their mesh axis does not divide are not split.
 
     Args:
         path: the parameter's path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight
@@ -73,7 +73,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def gather_layers(params: Any, config: ModelConfig) -> Any:
-    """Joins the `fsdp` shards of training's layer parameters, along their model-width axis.
+    """Joins the `fsdp` shards of layer parameters along their model-width axis, for training.
 
     Args:
         params: a tree whose paths end like a layer's parameter paths, without an axis of stacked layers.
@@ -95,10 +95,10 @@ def gather_layers(params: Any, config: ModelConfig) -> Any:
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
-    """Formats a mesh as `--mesh` takes it, such as "data=8,tensor=8", without axes of size 1.
+    """Formats a mesh in the syntax of `--mesh`, such as "data=8,tensor=8", without axes of size 1.
 
     Returns:
-        The text; "one device" if all sizes are 1.
+        The text, or "one device" if all sizes are 1.
     """
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one device"
 
@@ -114,7 +114,7 @@ def num_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
 
 
 def param_shardings(params: dict, mesh: Mesh) -> dict:
-    """Returns the sharding of every parameter over `mesh`, in the structure of `params`."""
+    """Returns the sharding of every parameter over `mesh`, in a tree with the structure of `params`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: param_sharding(path_name(path), leaf.shape, mesh), params
     )
@@ -128,7 +128,7 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 def read_parts(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array from the shards that this process's devices need, and reads nothing twice.
+    """Makes an array from the shards that this process's devices need, reading each shard only once.
 
     Args:
         read: reads a shard, given the `(begin, end)` of each axis.
@@ -165,10 +165,10 @@ def mesh_of(array: jax.Array) -> Mesh | None:
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Returns JAX's name for the mesh's platform (without a mesh, the default platform): "cpu" or "gpu"."""
+    """Returns JAX's name for the platform of the mesh or, without a mesh, the default platform: "cpu" or "gpu"."""
     return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
 
 
 def data_size(mesh: Mesh | None) -> int:
-    """Returns the number of shards that the rows are split into: the size of the mesh axis `data`."""
+    """Returns the number of shards into which rows are split, which is the size of the mesh axis `data`."""
     return 1 if mesh is None else mesh.shape.get("data", 1)

@@ -7,11 +7,11 @@ from mtpjax.models.config import ModelConfig
 
 
 def layer_groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """Splits the trunk into runs of repeating layer kinds: name -> (first layer, period, repeats)."""
+    """Splits the trunk into runs of repeating layer kinds; maps their names to (first layer, period, repeats)."""
     kinds = config.trunk_kinds
     groups, first = {}, 0
     while first < len(kinds):
-        # Try every period from here on, and take the one that covers the most layers.
+        # Try every period from here on, and choose the one that covers the most layers.
         best = (1, 1)
         for period in range(1, (len(kinds) - first) // 2 + 1):
             repeats = 1
@@ -25,7 +25,7 @@ def layer_groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 def stack_layers(params: dict, config: ModelConfig) -> dict:
-    """Stacks the trunk's layers for training: the inverse of `unstack_layers`.
+    """Stacks the trunk's layers for training; the inverse of `unstack_layers`.
 
     Returns:
         The parameters with `trunk/group_<first>/layer_<place>`, which holds the layers first + place,
@@ -42,7 +42,7 @@ def stack_layers(params: dict, config: ModelConfig) -> dict:
 
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
-    """Unstacks the trunk's layers for decoding: the inverse of `stack_layers`.
+    """Unstacks the trunk's layers for decoding; the inverse of `stack_layers`.
 
     Returns:
         The parameters with one entry `trunk/layer_i` per layer.

@@ -1,10 +1,10 @@
-"""The view of a pass: its tokens' positions and masks, and the storage of the cache slots that they read and write.
+"""The view of a pass, which holds its tokens' positions and masks and the storage of the cache slots that they use.
 
-A cache keeps its slots in one of two forms, a `Storage`. `ContiguousRows` reserves space for the longest text in every
-row: arrays are `[B, ..., S, H]`. `Pages` (vLLM, 2309.06180) is a pool of pages that all rows share, with a table of
-each row's pages: a row takes as many pages as its text needs, in any order, and rows with a common prefix can share
-pages. Arrays are `[P, ..., size, H]`. Contiguous rows are the simple reference; `tests/models/test_pages.py` compares
-the two. In both forms the slot axis is the last but one.
+A `Storage` defines how a cache stores its slots. `ContiguousRows` reserves space for the longest text in every row, in
+arrays `[B, ..., S, H]`. `Pages` (vLLM, 2309.06180) has a pool of pages that all rows share, in arrays
+`[P, ..., size, H]`, and a table of each row's pages. A row uses as many pages as its text needs, in any order, and rows
+with a common prefix can share pages. Contiguous rows are the simple reference; `tests/models/test_pages.py` compares
+the two. In both forms, the slot axis is the second to last.
 """
 
 import flax.struct
@@ -16,18 +16,18 @@ from pallas_kernels import paged
 from pallas_kernels.fp8 import as_stored
 from pallas_kernels.paged import NO_PAGE
 
-Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
+Entries = dict[str, jax.Array]  # arrays that an attention layer stores per position; also one layer of a cache
 Masks = tuple[jax.Array, ...]  # bool `[B, T, S]` per source of keys; `[B, T, 1]`: token i attends only to entry i
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
     """Writes `rows [B, ..., T, ...]` into `buffer [B, ..., S, ...]` along `axis`, from slot `start [B]` of each row.
 
-    Rows are converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`). The caller guarantees room:
-    `dynamic_update_slice` clamps a start that is too late, which would overwrite valid entries.
+    Rows are converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`). The caller must guarantee enough slots,
+    because `dynamic_update_slice` clamps a start that is too large, which would overwrite valid entries.
     """
     rows = as_stored(rows, buffer.dtype)
-    # A batch of one needs a plain update, which XLA does in place. The batched form becomes a loop on a CPU.
+    # For a batch of one, use a plain update, which XLA does in place; the batched form becomes a loop on a CPU.
     if buffer.shape[0] == 1:
         return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
     return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
@@ -41,7 +41,7 @@ def read_rows(buffer: jax.Array, start: jax.Array, width: int, *, axis: int = 1)
 
 
 class ContiguousRows(flax.struct.PyTreeNode):
-    """Storage in which each row's slots are contiguous: cache arrays are `[B, ..., S, H]`."""
+    """Storage in which each row's slots are contiguous, in cache arrays `[B, ..., S, H]`."""
 
     table = None  # no page table
     shift = 0
@@ -67,21 +67,21 @@ class ContiguousRows(flax.struct.PyTreeNode):
         return read_rows(kept, start, width, axis=kept.ndim - 2)
 
     def first(self, kept: jax.Array, num_slots: int | None = None) -> jax.Array:
-        """Returns the first slots of each row, `[B, ..., num_slots, H]`; None: all."""
+        """Returns the first `num_slots` slots (None: all slots) of each row, `[B, ..., num_slots, H]`."""
         if num_slots in (None, kept.shape[-2]):
             return kept
         return jax.lax.slice_in_dim(kept, 0, num_slots, axis=kept.ndim - 2)
 
     def places(self, start: jax.Array, width: int) -> tuple[jax.Array, jax.Array] | None:
-        """Returns the page and offset of each slot for the kernels that append; None: contiguous."""
+        """Returns the page and offset of each slot for the kernels that append; None for contiguous rows."""
         return None
 
 
 class Pages(flax.struct.PyTreeNode):
-    """Paged storage, described by a batch's page table. It has the methods of `ContiguousRows`.
+    """Paged storage, described by a batch's page table. It has the same methods as `ContiguousRows`.
 
-    Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it in the page of that token, at
-    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens after the page.
+    Entry i of MTP module k (0-based) depends on token i + k + 1. The module's cache stores the entry in that token's
+    page, at position i + `shift` with shift = k + 1, so a page's contents do not depend on tokens after the page.
     """
 
     table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: unmapped
@@ -90,16 +90,16 @@ class Pages(flax.struct.PyTreeNode):
     num_pages: int = flax.struct.field(pytree_node=False)  # in the pool
     max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift among the batch's caches
     shift: int = flax.struct.field(pytree_node=False, default=0)  # slot i of the cache is at position i + shift
-    is_of_drafter: bool = flax.struct.field(pytree_node=False, default=False)  # the cache is not the trunk's
+    is_of_drafter: bool = flax.struct.field(pytree_node=False, default=False)  # the cache belongs to a drafter
 
     @classmethod
     def empty(cls, batch: int, capacity: int, pool: tuple[int, int], max_shift: int) -> "Pages":
-        """Makes the table of rows without pages; `pool` is (number of pages, positions per page)."""
+        """Makes the table for rows that have no pages yet; `pool` is (number of pages, positions per page)."""
         table = jnp.full((batch, -(-(capacity + max_shift) // pool[1])), NO_PAGE, jnp.int32)
         return cls(table, jnp.zeros(batch, jnp.int32), pool[1], pool[0], max_shift)
 
     def running(self, done: jax.Array) -> "Pages":
-        # The pages of an ended row may already belong to a different request.
+        # The pages of a finished row may already belong to a different request.
         return self.replace(table=jnp.where(done[:, None], NO_PAGE, self.table))
 
     def of_drafter(self, shift: int) -> "Pages":
@@ -119,8 +119,8 @@ class Pages(flax.struct.PyTreeNode):
         Rows that write to the same page must write to different slots.
         """
         # Attention multiplies masked values by 0, but 0 * NaN is NaN. NaN in a drafter does not end the request, so it
-        # would stay in the page and spoil the drafts of every later row that gets the page. (NaN in the trunk ends the
-        # row and clears its pages.)
+        # would stay in the page and spoil the drafts of every later row that reuses the page. (NaN in the trunk ends
+        # the row and clears its pages.)
         if self.is_of_drafter:
             new = jnp.where(jnp.isfinite(new), new, 0)
         axis = kept.ndim - 2
@@ -153,7 +153,7 @@ CONTIGUOUS = ContiguousRows()
 def _pin_layout(array: jax.Array) -> jax.Array:
     """Keeps a cache array in row-major order on one device.
 
-    Without the constraint XLA may transpose the caches inside or around the loop. On a mesh the array stays
+    Without the constraint, XLA may transpose the caches inside or around the loop. On a mesh, the array stays
     unconstrained, because the partitioner would gather it.
     """
     if jax.sharding.get_abstract_mesh().size > 1:
@@ -162,7 +162,7 @@ def _pin_layout(array: jax.Array) -> jax.Array:
 
 
 class Span(flax.struct.PyTreeNode):
-    """The slots of a cache that a windowed pass reads: the first `sinks`, and `size` slots from `begin [B]` on."""
+    """The cache slots that a windowed pass reads, the first `sinks` slots and the `size` slots from `begin [B]` on."""
 
     begin: jax.Array
     sinks: int = flax.struct.field(pytree_node=False)
@@ -172,9 +172,9 @@ class Span(flax.struct.PyTreeNode):
 class Reach(flax.struct.PyTreeNode):
     """`View.mask` in a compact form, which the attention kernels read."""
 
-    base: jax.Array  # [B] slots of text; each token attends to all of them or, with a window, to those inside it
+    base: jax.Array  # [B] number of text slots; each token attends to all of them, or only to those in its window
     ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
-    begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
+    begin: jax.Array | None = None  # [B, T] first text slot inside the window; None: no window
     sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the start that are always attended to
     # Token t is in slot base + t and attends to all slots up to its own.
     is_chain: bool = flax.struct.field(pytree_node=False, default=False)
@@ -191,16 +191,16 @@ class Window(flax.struct.PyTreeNode):
 
 
 class View(flax.struct.PyTreeNode):
-    """Positions and masks of the T tokens of a pass; the same for all layers of one kind."""
+    """Positions and masks for the T tokens of a pass, shared by all layers of one kind."""
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
     mask: jax.Array  # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size]
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
-    segment_ids: jax.Array | None = None  # [B, T] documents of packed rows
+    segment_ids: jax.Array | None = None  # [B, T] document ids in packed rows
     num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
     span: Span | None = None  # None: the whole cache is read
     reach: Reach | None = None  # set in a pass with a cache
-    storage: Storage = CONTIGUOUS  # where the cache keeps its slots
+    storage: Storage = CONTIGUOUS  # how the cache stores its slots
     is_used: jax.Array | None = None  # [B, T] bool: unused tokens are not routed to experts; None: all are used
     all_used: jax.Array | None = None  # `is_used` for the rows of all devices
     sliding: Window | None = None  # replaces these fields in layers with a sliding window
@@ -212,7 +212,7 @@ class View(flax.struct.PyTreeNode):
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array] | None:
-        """Page of each token's new entry and offset within the page, `[B, T]` int32; None: contiguous."""
+        """Page of each token's new entry and offset within the page, `[B, T]` int32; None for contiguous rows."""
         assert self.start is not None, "a pass with a cache needs a view from cached_view"
         return self.storage.places(self.start, self.mask.shape[1])
 
@@ -226,10 +226,10 @@ class TreeSlots(flax.struct.PyTreeNode):
 
 
 class Recycled(flax.struct.PyTreeNode):
-    """Keys of a recycled MTP depth in a full pass: token i attends to `base` up to i, and to entry i of later levels.
+    """Keys for a recycled MTP depth in a full pass; token i attends to `base` up to i and to entry i of each level.
 
-    Decoding attends to the same entries: the prefix's teacher-forced entries, then the draft's (training-time test,
-    EAGLE-3, 2503.01840).
+    Decoding attends to the same entries, first the prefix's teacher-forced entries and then the draft's entries
+    (training-time test, EAGLE-3, 2503.01840).
     """
 
     base: Entries

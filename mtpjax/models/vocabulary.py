@@ -1,8 +1,8 @@
 """Look-ups, sums and maxima over the vocabulary axis, which `tensor` may split over devices.
 
-Inside `shard_map` a device has the logits `[..., local V]` of its shard of the vocabulary, and the other devices have
-the rest. Each function here combines the shards and gives every device the result for the whole vocabulary. Except for
-`gather`, the devices exchange a few numbers per row, regardless of V. Without a split each function is plain JAX.
+Inside `shard_map`, each device has the logits `[..., local V]` for its shard of the vocabulary. Each function here
+combines the shards and gives every device the result for the whole vocabulary. Except in `gather`, the devices exchange
+only a few numbers per row, regardless of V. Without a split, each function is plain JAX.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from pallas_kernels.top_k import top_k
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The split of the last axis of logits and probabilities over devices. `local V` is the size of that axis.
+    """The split of the last axis of logits and probabilities over devices; `local V` is that axis's size on a device.
 
     Attributes:
-        axis: manual axis of the mesh that splits the columns into equal shards; None: this device has all of them.
+        axis: manual mesh axis that splits the columns into equal shards; None: this device has all columns.
     """
 
     axis: str | None = None
 
     @classmethod
     def of(cls, vocab_size: int) -> "Vocabulary":
-        """Returns the layout of V tokens on the current mesh: split over `tensor` if that axis divides V."""
+        """Returns the layout of V tokens on the current mesh, split over `tensor` if that axis divides V."""
         return cls("tensor" if is_split(vocab_size, "tensor") else None)
 
     # Columns and token ids.
@@ -61,13 +61,13 @@ class Vocabulary:
         return jax.lax.dynamic_slice_in_dim(whole, self.first_id(own_size), own_size, axis=-1)
 
     def gather(self, values: jax.Array) -> jax.Array:
-        """Joins the shards `[..., local V]` to `[..., V]`. Only this function sends all columns between devices."""
+        """Joins the shards `[..., local V]` into `[..., V]`. Only this function sends all columns between devices."""
         if self.axis is None:
             return values
         return jax.lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
 
     def look_up(self, read: Callable[[jax.Array], jax.Array], tokens: jax.Array, own_size: int) -> jax.Array:
-        """Reads entries at given tokens from the devices that have them. Exact: the other devices add zeros.
+        """Reads the entries for given tokens from the devices that have them; exact, because other devices add zeros.
 
         Args:
             read: reads the entries of local columns, given as integers in the shape of `tokens`; its result may have
@@ -87,7 +87,7 @@ class Vocabulary:
         """Reads `rows[index, tokens]` from `rows [R, local V]`; `tokens` are global ids."""
         return self.look_up(lambda columns: rows[index, columns], tokens, rows.shape[-1])
 
-    # Reductions over the last axis. Summing shards rounds in a different order than on one device.
+    # Reductions over the last axis. Sums over shards can round differently from sums on one device.
 
     def sum(self, values: jax.Array, *, keepdims: bool = False) -> jax.Array:
         """Sums `[..., local V]` over the vocabulary."""
@@ -100,7 +100,7 @@ class Vocabulary:
         return largest if self.axis is None else jax.lax.pmax(largest, self.axis)
 
     def argmax(self, values: jax.Array) -> jax.Array:
-        """Finds the token with the largest value: `[..., local V]` to `[...]` int32. Ties go to the lowest id."""
+        """Finds the token with the largest of `[..., local V]`; returns `[...]` int32. Ties go to the lowest id."""
         tokens = jnp.argmax(values, axis=-1).astype(jnp.int32)
         if self.axis is None:
             return tokens
@@ -115,7 +115,7 @@ class Vocabulary:
     def merge_top(
         self, values: jax.Array, columns: jax.Array, own_size: int, k: int | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Merges the largest values of all shards: the devices exchange (value, token) pairs.
+        """Merges the largest values of all shards by exchanging (value, token) pairs between devices.
 
         Args:
             values: `[..., n]` largest values of this shard, in descending order, ties by ascending column.
@@ -151,4 +151,4 @@ class Vocabulary:
         return jax.nn.one_hot(self.columns(tokens, own_size), own_size, dtype=jnp.float32)
 
 
-WHOLE = Vocabulary()  # arrays with all columns: outside `shard_map`, and where `tensor` has one device
+WHOLE = Vocabulary()  # for arrays with all columns, outside `shard_map` or if `tensor` has one device

@@ -1,1 +1,1 @@
-"""Serving: requests in, tokens out."""
+"""The inference engine, which generates tokens for requests, and its HTTP server."""

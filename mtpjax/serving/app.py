@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's and SGLang's routes over one engine, and a web page."""
+"""The HTTP application, which serves OpenAI's and SGLang's routes and a web page from one engine."""
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -26,21 +26,21 @@ from mtpjax.version import __version__
 def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metrics: Metrics | None = None) -> FastAPI:
     """Makes the ASGI application.
 
-    If there are keys, every path except `settings.open_paths` needs one. `app.state.server` is the `ApiServer`, whose
-    `drain` stops new requests.
+    If there are API keys, every path except those in `settings.open_paths` requires one. `app.state.server` is the
+    `ApiServer`, whose `drain` method rejects new requests and waits for running ones.
 
     Args:
         engine: generates the tokens.
         tokenizer: the model's tokenizer.
         settings: settings of the API.
-        metrics: the metrics served at `/metrics`; None: that path does not exist.
+        metrics: the metrics served at `/metrics`; if None, that path does not exist.
     """
     server = ApiServer(engine, tokenizer, settings)
-    # A separate process may be unable to import the class of any other tokenizer.
+    # A reader process may be unable to import the class of any other tokenizer.
     num_readers = settings.num_readers if type(tokenizer) in (ByteTokenizer, HuggingFaceTokenizer) else 0
     server.readers = Readers(BodyReader(tokenizer, server.limits, settings.strict_fields), num_readers)
 
-    # Documentation pages would load scripts from other sites; the schema alone does not.
+    # FastAPI's documentation pages would load scripts from other sites, so only the schema is served.
     app = FastAPI(
         title="mtpjax",
         version=__version__,

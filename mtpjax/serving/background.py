@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from mtpjax.serving.program_set import ProgramKey
 
 THREAD_NAME = "mtpjax-compile"
-LINE_SECONDS = 10.0  # between two lines of the log
+LINE_SECONDS = 10.0  # between two log lines
 SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter lock; Python's default is 5 ms
 
 _log = logging.getLogger(__name__)
@@ -21,9 +21,9 @@ class BackgroundCompiler:
     """A thread that compiles programs, starting with those that requests wait for.
 
     Args:
-        keys: programs to compile, in this order; programs passed to `want` come before them.
+        keys: programs to compile, in this order; programs passed to `want` are compiled before them.
         compile_program: compiles one program.
-        on_end: called after each program, with None or its error.
+        on_end: called after each program with its key, and with its error or None.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Number of programs that are not compiled yet, including the one that is compiling."""
+        """Number of programs that are not compiled yet, including the one being compiled."""
         return self._num_left
 
     def want(self, key: ProgramKey) -> None:
@@ -61,7 +61,7 @@ class BackgroundCompiler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Stops before the next program. A compilation in progress cannot be interrupted and continues."""
+        """Stops the thread before its next program. A compilation in progress cannot be interrupted and continues."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
@@ -93,7 +93,7 @@ class BackgroundCompiler:
             if self._is_stopped:
                 return
             self._on_end(key, error)
-            # A server that compiles on demand has no plan to report.
+            # A server that compiles on demand has no planned programs, so it reports no progress.
             now, num_done = time.monotonic(), self._num_planned - self._num_left
             if self._num_planned and (now >= next_line or not self._num_left):
                 next_line = now + LINE_SECONDS
@@ -112,5 +112,5 @@ def _short_turns() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Returns whether a thread of this process is still compiling; a normal exit could then crash."""
+    """Returns whether a thread of this process is still compiling. If so, a normal exit could crash."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""Makes the arrays of calls whose rows are all padding. An executor writes the rows of requests into them."""
+"""Makes the arrays for calls in which every row is padding. An executor then fills in the rows of requests."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def empty_batch(sizes: EngineSizes, size: int, width: int) -> Batch:
 
 
 def no_chunk(sizes: EngineSizes, batch: Batch, allowed: np.ndarray | None) -> PromptChunk:
-    """Makes the chunk of a batch whose rows are all padding."""
+    """Makes the prompt chunk for a batch whose rows are all padding."""
     nowhere = np.full(batch.slots.shape, NO_START, np.int32)
     # Only snapshots can make a chunk end before its full width.
     end = nowhere.copy() if sizes.shard_snapshots else None
@@ -27,7 +27,7 @@ def no_chunk(sizes: EngineSizes, batch: Batch, allowed: np.ndarray | None) -> Pr
 
 
 def no_targets(sizes: EngineSizes, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `start` and `targets` for a batch of texts to score whose rows are all padding."""
+    """Returns `start` and `targets` for a scoring batch whose rows are all padding."""
     shape = batch.slots.shape
     return np.full(shape, NO_START, np.int32), np.zeros((*shape, sizes.decoder.spec.prefill_chunk), np.int32)
 

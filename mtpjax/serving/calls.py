@@ -1,4 +1,4 @@
-"""The engine's dispatched calls. `rows` holds the request for each row of the result, or None for padding."""
+"""The engine's dispatched calls. Their `rows` contain the request for each row of the result, or None for padding."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from mtpjax.serving.scoring import ScoredChunk
 
 @dataclasses.dataclass
 class InFlightCall:
-    """A call that decodes, or that processes prompts (`is_prefill`)."""
+    """A call that decodes or, if `is_prefill`, processes prompts."""
 
     rows: list[Sequence | None]
     report: PackedReport
@@ -28,7 +28,7 @@ class InFlightCall:
 
 @dataclasses.dataclass
 class ScoreCall:
-    """A call that scores a chunk of texts: `rows` also holds the start and the end of the chunk."""
+    """A call that scores a chunk of a text. `rows` also contains the start and the end of the chunk."""
 
     rows: list[tuple[Sequence, int, int] | None]
     scores: ScoredChunk
@@ -48,5 +48,5 @@ class DraftCall:
     draft: Draft
 
     def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Waits for the call; returns the nodes' tokens `[R, W]` and parents `[R, W]`; for chains, parents is None."""
+        """Waits for the call, and returns the nodes' tokens and parents, both `[R, W]`; for chains, parents is None."""
         return jax.device_get((self.draft.tokens, self.draft.parents))

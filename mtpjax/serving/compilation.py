@@ -14,11 +14,11 @@ WarmUp = Literal["all", "first", "none"]
 
 
 class Compilation:
-    """The compilation of an engine's programs.
+    """Compiles an engine's programs, and tracks the requests that wait for them.
 
     Args:
-        enter: called in the engine's thread with a request and an error message: with "" once the request's programs
-            are ready, or with the message if they cannot be compiled.
+        enter: called in the engine's thread with a request and an error message. The message is "" once the request's
+            programs are ready, and says what went wrong if they cannot be compiled.
 
     Attributes:
         held: requests that wait for a program, by id.
@@ -67,7 +67,7 @@ class Compilation:
     # In the engine's thread.
 
     def add(self, sequence: Sequence) -> None:
-        """Passes a request on once the programs that it needs to run alone are compiled."""
+        """Passes a request to `enter` once the programs that it needs to run alone are compiled."""
         if self._enter_if_ready(sequence):
             return
         self.held[sequence.id] = sequence
@@ -123,7 +123,7 @@ class Compilation:
                 self._errors[key] = error
             elif available.ready is not None:
                 available.ready.add(key)
-                # Once all programs are compiled, calls need not check.
+                # Once all programs are compiled, calls no longer need to check.
                 if available.ready.issuperset(self._programs.all()):
                     available.ready = None
             for sequence in list(self.held.values()):

@@ -30,11 +30,11 @@ class Completion:
     """The continuation of one prompt.
 
     Attributes:
-        spans: its text by token, without the stop string or stop token that ended it.
+        spans: the text of each token, without the stop string or stop token that ended the text.
         tokens: new token ids, up to the one that completed a stop string.
-        finish_reason: "stop" for a stop string, stop token or stop sequence, "length" for the limit. An engine also
+        finish_reason: "stop" for a stop string, stop token or stop sequence, "length" for the token limit. An engine also
             ends texts with "abort", "timeout" or "error".
-        matched_stop: the stop string or stop token that ended the text; None if none did.
+        matched_stop: the stop string or stop token that ended the text, otherwise None.
         prompt: token ids of the prompt.
         logprobs: log-probability of each of `tokens` under the trunk's unmodified logits; None unless requested.
         finish: the engine's counts for the text; None if no engine generated it.

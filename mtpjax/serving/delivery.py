@@ -24,7 +24,7 @@ TOTALS = ("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted",
 
 
 class Delivery:
-    """The requests of an engine that have not ended. Its methods are called in the engine's thread.
+    """Tracks an engine's unfinished requests and delivers their results, in the engine's thread.
 
     Args:
         observe: called with the `Finish` and the times of each request.
@@ -33,10 +33,10 @@ class Delivery:
     Attributes:
         sequences: the requests, by id.
         totals: the counts of `TOTALS`.
-        drafts: number of verification passes, and of proposed and accepted drafts per level.
-        depth: chooses the depth from these counts; None: the depth is fixed.
-        rebalancer: receives the new tokens; None: experts do not move.
-        progress_at: time (`time.monotonic`) at which the device last answered, or work last arrived after a pause.
+        drafts: numbers of verification passes, and of proposed and accepted drafts per level.
+        depth: chooses the depth from these counts; None if the depth is fixed.
+        rebalancer: receives the new tokens; None if experts do not move.
+        progress_at: time (`time.monotonic`) at which the device last answered or a pause last ended, if that is later.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Delivery:
                 self.totals["cached_tokens"] += sequence.num_cached or 0
 
     def allowed(self, call: DraftCall) -> np.ndarray:
-        """Computes masks `[R, W, ceil(V/32)]` of tokens that may follow each node; ends rows whose grammar fails."""
+        """Returns masks `[R, W, ceil(V/32)]` of the tokens that may follow each node. Ends rows whose grammar fails."""
         tokens, parents = call.read()
         allowed = all_allowed(self._session.sizes, tokens.shape)
         for row, sequence in enumerate(call.rows):
@@ -138,7 +138,7 @@ class Delivery:
             sequence.times.deliveries.append((time.monotonic(), len(tokens)))
             logprobs = row.logprobs[new].tolist() if sequence.request.logprobs else None
             _deliver(sequence.id, sequence.deliver, Delta(tokens, row.origins[new], logprobs))
-        # 3. Pages whose entries are final serve later requests.
+        # 3. Make pages whose entries are final available to later requests.
         if sequence.lease is not None and self._scheduler.settings.shares_prefixes:
             pool = self._scheduler.pools[sequence.shard]
             pool.store(sequence.lease, sequence.text, min(row.num_final, len(sequence.text)))
@@ -157,7 +157,7 @@ class Delivery:
 
     def end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
         shard, has_failed = sequence.shard, reason == "error"
-        # Cache entries of a failed row may be NaN: drop them from the prefix cache, and clear their pages.
+        # Cache entries of a failed row may be NaN, so drop them from the prefix cache and clear their pages.
         pages = self._scheduler.end(sequence, forget=has_failed)
         if has_failed and pages:
             self._clear_pages(shard, pages)

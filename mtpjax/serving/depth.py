@@ -1,8 +1,8 @@
-"""Adaptive depth of the engine: chooses the draft levels of the next call from measured costs and acceptance.
+"""Chooses how many draft levels the engine's next call uses, based on measured costs and acceptance.
 
-The cost model is the one in `mtpjax.decoding.depth_policy`: a round's expected tokens divided by its duration.
-There, the loop decides on the device, before every round of one batch. Here, the host decides before every call:
-durations are measured for each batch size (`depth_costs`), and acceptance is counted over all requests. The choice
+The cost model is the one in `mtpjax.decoding.depth_policy`, which divides a round's expected tokens by its duration.
+There, the loop decides on the device, before every round of one batch. Here, the host decides before every call, from
+durations measured for each batch size (`depth_costs`) and from acceptance counted over all requests. The choice
 depends only on earlier rounds, so exact rules stay exact.
 """
 
@@ -21,8 +21,8 @@ Costs = tuple[tuple[float, ...], ...]  # per batch size, the duration of a round
 def estimate_rates(verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     """Estimates the acceptance rate `[K]` of each level, given that all levels before it were accepted.
 
-    `verified` `[K]` counts the drafts whose predecessors were all accepted, and `accepted` `[K]` the accepted ones
-    among them. Each rate is shrunk towards the rate of the level before; the first one towards `PRIOR_RATE`.
+    `verified` `[K]` counts the drafts whose predecessors were all accepted, and `accepted` `[K]` counts those of them
+    that were accepted. Each rate is shrunk towards the previous level's rate, and the first one towards `PRIOR_RATE`.
     """
     rates, expected = [], PRIOR_RATE
     for num_verified, num_accepted in zip(verified, accepted, strict=True):
@@ -46,13 +46,13 @@ def probe_depth(costs: tuple[float, ...], best: int) -> int:
 
 @dataclasses.dataclass
 class AdaptiveDepth:
-    """Acceptance counts over all requests, from which the depth is chosen.
+    """Chooses the depth from acceptance counts over all requests.
 
     Attributes:
         costs: for each of `batch_sizes`, the duration of a round at depths 0..K.
         batch_sizes: numbers of rows for which calls are compiled, ascending.
-        verified: `[K]` decayed count of drafts per level whose predecessors were all accepted.
-        accepted: `[K]` decayed count of the accepted ones among them.
+        verified: `[K]` per level, the decayed count of drafts whose predecessors were all accepted.
+        accepted: `[K]` per level, the decayed count of these drafts that were accepted.
         since_probe: calls since the last probe.
     """
 
@@ -69,19 +69,19 @@ class AdaptiveDepth:
             _log.info("ms per round with %d rows, by draft levels: %s", size, shown)
 
     def record(self, num_rounds: int, proposed: np.ndarray, accepted: np.ndarray) -> None:
-        """Counts the rounds of one call: proposed and accepted drafts `[K]` per level, over all rows."""
+        """Records one call's rounds, and its proposed and accepted drafts `[K]` per level over all rows."""
         # Rounds without drafts reveal nothing about acceptance, so they do not change the counts.
         if not proposed.any():
             return
-        # A draft says something about its level only if all drafts before it were accepted.
+        # A draft is evidence about its level only if all drafts before it were accepted.
         verified = np.minimum(proposed, np.concatenate([proposed[:1], accepted[:-1]]))
         decay = (1 - 1 / DECAY_ROUNDS) ** num_rounds
         self.verified, self.accepted = decay * self.verified + verified, decay * self.accepted + accepted
 
     def choose(self, num_rows: int) -> int:
-        """Chooses the depth of the next call for `num_rows` rows in one shard: the best one according to the counts.
+        """Returns the best depth, according to the counts, for the next call with `num_rows` rows in one shard.
 
-        At regular intervals it adds a level, because a round reveals nothing about deeper levels.
+        At regular intervals, returns one level more, because a round reveals nothing about deeper levels.
         """
         costs = self.costs[self.batch_sizes.index(bucket(num_rows, self.batch_sizes))]
         best = best_depth(costs, estimate_rates(self.verified, self.accepted))

@@ -1,8 +1,8 @@
-"""The engine: requests in, tokens out, one thread that keeps the device busy.
+"""The engine, which generates tokens for requests in one thread that keeps the device busy.
 
-The thread takes new requests and aborts from the `Inbox`, and runs a tick (`Ticks`): it plans (`Scheduler`), dispatches
-the calls of the plan (`Executor`), and then reads the reports of the previous tick (`Delivery`), while the device runs
-this one. Deltas reach each request's `deliver` function.
+The thread handles new requests and aborts (`Inbox`) between ticks. A tick (`Ticks`) makes a plan (`Scheduler`),
+dispatches its calls (`Executor`), and then reads the reports of the previous tick (`Delivery`) while the device runs
+this one. Each request's `deliver` function receives its deltas.
 """
 
 import concurrent.futures
@@ -62,10 +62,10 @@ class Engine:
         config: settings that all requests share; limits and stop tokens come from each request.
         settings: sizes and limits.
         observe: called from the engine's thread with the `Finish` and the times of each request, for metrics.
-        followers: the other processes of the mesh, which run the same calls; None: there is only this process.
-        draft_params: the drafter's own parameters (`mtpjax.load_drafter`); None: it has no parameters, or uses the
+        followers: the other processes of the mesh, which run the same calls; None if this is the only process.
+        draft_params: the drafter's own parameters (`mtpjax.load_drafter`); None if it has no parameters or uses the
             model's MTP modules.
-        grammars: compiles the grammars of requests; None: requests cannot have grammars.
+        grammars: compiles the grammars of requests; if None, requests cannot have grammars.
 
     Raises:
         ValueError: settings contradict each other or the model.
@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def progress_at(self) -> float:
-        """Time (`time.monotonic`) at which the device last answered, or work last arrived after a pause."""
+        """Time (`time.monotonic`) at which the device last answered or a pause last ended, if that is later."""
         return self._delivery.progress_at
 
     def warm_up(
@@ -126,19 +126,19 @@ class Engine:
 
         With "first" and "none", a thread compiles the remaining programs while requests run. A request that needs a
         missing program waits for it. With several processes, moving experts or measured depths, all programs are
-        needed: "first" then means "all", and "none" compiles a program in the call that first uses it.
+        needed, so "first" means the same as "all", and "none" compiles a program in the call that first uses it.
 
         Args:
             progress: called with the number of compiled programs and the total.
-            programs: "all": all that requests may need; "first": those that serve any request without a grammar, and
-                the others after `start`; "none": each when a request needs it.
+            programs: "all" compiles every program that requests may need. "first" compiles those that can serve any
+                request without a grammar, and the others after `start`. "none" compiles each when a request needs it.
         """
         self._compilation.warm_up(progress, programs)
         self._measure_depths()
         self._num_warm_up_programs = self._executor.session.num_compiled
 
     def start(self) -> None:
-        """Starts the threads: one that serves requests, and one that compiles the remaining programs."""
+        """Starts the thread that serves requests, and the thread that compiles the remaining programs."""
         self._measure_depths()
         self._thread.start()
         self._compilation.start()
@@ -181,7 +181,7 @@ class Engine:
 
         Raises:
             ValueError: a request is out of range; no request has run.
-            QueueFull: the engine shuts down.
+            QueueFull: the engine is shutting down.
         """
         return collect_outputs(self, requests, progress)
 
@@ -190,7 +190,7 @@ class Engine:
 
         Raises:
             ValueError: the request is out of range.
-            QueueFull: too many requests wait, or the engine shuts down.
+            QueueFull: too many requests wait, or the engine is shutting down.
         """
         return RequestStream(self, request)
 
@@ -207,7 +207,7 @@ class Engine:
 
         Raises:
             ValueError: the parameters do not match, experts move, or there are several processes.
-            QueueFull: the engine shuts down.
+            QueueFull: the engine is shutting down.
         """
         require(self.followers is None, "parameters cannot be replaced in an engine of several processes")
         weights = self._executor.session.fit_params(params, draft_params)
@@ -224,14 +224,14 @@ class Engine:
 
         Args:
             request: the text to continue, and its options.
-            deliver: gets every `Delta`, then one `Finish`. It is called from the engine's thread and must not block.
+            deliver: receives every `Delta`, then one `Finish`. It is called in the engine's thread and must not block.
 
         Returns:
-            The request's number, for `abort`.
+            The request's id, for `abort`.
 
         Raises:
             ValueError: the prompt or an option is out of range; the message is one line.
-            QueueFull: too many requests wait, or the engine shuts down.
+            QueueFull: too many requests are waiting, or the engine is shutting down.
         """
         return self._submit(request, deliver)
 
@@ -240,7 +240,7 @@ class Engine:
         sequence = Sequence.new(next(self._ids), request, rows, deliver, scored)
         with self._inbox.changed:
             if self._inbox.is_closing:
-                raise EngineClosed("the engine shuts down")
+                raise EngineClosed("the engine is shutting down")
             # A request with a free slot does not count as waiting, even before it is admitted.
             num_waiting = len(self._delivery.sequences) - self.settings.num_slots
             if num_waiting >= self.settings.max_waiting and scored is None:
@@ -273,13 +273,13 @@ class Engine:
 
         Raises:
             ValueError: the text or `num_top` is out of range.
-            QueueFull: the engine shuts down, or the text ran out of time.
+            QueueFull: the engine is shutting down, or the text ran out of time.
             RuntimeError: a call of the engine failed.
         """
         text = ScoredText(list(tokens), num_top)
         check_text(text.tokens, num_top, vocab_size=self.vocab_size, max_length=self.max_length)
         if len(text.tokens) > 1:
-            # The last token is scored, but no token follows it.
+            # The last token is scored, but no token follows it, so the model does not need to process it.
             request, ended = Request(prompt=tuple(text.tokens[:-1]), max_new_tokens=1), queue.SimpleQueue()
             self._submit(request, ended.put, text)
             finish = ended.get()
@@ -307,9 +307,9 @@ class Engine:
         )
 
     def fail(self, message: str) -> None:
-        """Ends all requests with this message and accepts no new ones: the process is about to end.
+        """Ends all requests with this message, and accepts no new ones, because the process is about to end.
 
-        The engine's thread may be waiting for a device that never responds, so this runs in the caller's.
+        The engine's thread may be waiting for a device that never responds, so this runs in the caller's thread.
         """
         self._inbox.close()
         self._delivery.fail_all(message)
@@ -335,7 +335,7 @@ class Engine:
         """Accepts no new requests, waits for the running ones, and stops the thread.
 
         Args:
-            timeout: seconds after which requests that are still running are aborted; None: no limit.
+            timeout: seconds after which requests that are still running are aborted; None means no limit.
 
         Returns:
             True if all requests ended without being aborted.
@@ -370,7 +370,7 @@ class Engine:
                         break
                 actions, self._inbox.actions = self._inbox.actions, []
                 self._tick_began = time.monotonic()
-            # An error of one request must never end the thread.
+            # An error in one request must never end the thread.
             try:
                 for action in actions:
                     action()
@@ -383,7 +383,7 @@ class Engine:
                 self._ticks.recover(error, lambda: self._inbox.is_closing)
 
     def _choose_depth(self, num_rows: int) -> int:
-        """Returns the number of draft levels of the next call, for this number of decoding rows."""
+        """Returns the number of draft levels for the next call with this number of decoding rows."""
         limit, adaptive = self.settings.disable_drafts_at, self._delivery.depth
         depth = self._num_levels
         if limit is not None and num_rows >= limit:

@@ -1,4 +1,4 @@
-"""The device side of an engine: the running state, and the dispatch of the calls that work on it."""
+"""The device side of an engine, which keeps the running state and dispatches the calls that update it."""
 
 import contextlib
 import time
@@ -46,16 +46,16 @@ SMALL_VOCABULARY = 1024
 
 
 class EngineSession(Session):
-    """An engine's session, with snapshots of recurrent layers and movable experts. All calls come from one thread.
+    """An engine's session, with snapshots of recurrent states and movable experts. One thread makes all calls.
 
     Args:
         params: model parameters, with unrolled layers; the engine uses their mesh.
         model: the model.
         config: settings that all requests share; limits and stop tokens come from each request.
         settings: sizes.
-        draft_params: the drafter's own parameters; None: it has no parameters, or uses the model's MTP modules.
+        draft_params: the drafter's own parameters; None if it has no parameters or uses the model's MTP modules.
         announce: sends the name, arguments and key of each call to the other processes of the mesh, before the call is
-            dispatched here; None: there is only this process.
+            dispatched here; None if this is the only process.
 
     Raises:
         ValueError: settings contradict each other or the model.
@@ -73,9 +73,9 @@ class EngineSession(Session):
         announce: Callable[..., None] | None = None,
     ):
         if config.depth_policy != "fixed":
-            raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
+            raise ValueError("an engine chooses the depth itself, based on its load: set depth_policy to 'fixed'")
         self.settings, self.announce = settings, announce
-        # Check the mesh now, not in the first call of a request.
+        # Check the mesh now, so that an error does not first appear during a request.
         self._given_model = model = with_implementation(model, config)
         params, model, mesh = fit_params(params_to_device(params), model, config)
         if settings.host_bytes and mesh is not None and mesh.size > 1:
@@ -96,8 +96,8 @@ class EngineSession(Session):
         self.planned: set[ProgramKey] = set()  # programs whose compilation is never counted
         self._used: set[ProgramKey] = set()  # programs that are compiled
         self._first_uses: set[ProgramKey] = set()  # currently running
-        self.compiled_at = 0.0  # end of the last first use, by `time.monotonic`
-        # Greedy rows use dynamic trees, which save passes, so they need separate programs.
+        self.compiled_at = 0.0  # end of the most recent first call of a program, by `time.monotonic`
+        # With `topk` above 1, greedy rows draft dynamic trees, which save passes, so they need separate programs.
         has_few_logits = model.config.vocab_size <= SMALL_VOCABULARY and config.topk == 1
         self.has_plain = platform_of(mesh) != "cpu" or not has_few_logits
         shape = StateShape(settings.num_slots, self.sizes.capacity, STOPS_SHAPE, SamplingFeatures.all_enabled())
@@ -163,7 +163,7 @@ class EngineSession(Session):
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, to_state: bool) -> None:
         """Copies one row per shard between `slots` and snapshot `rows`, both `[P]` int32.
 
-        With `to_state`, copies from the snapshots to the slots, else from the slots to them. `NO_ROW` copies nothing.
+        If `to_state`, copies from snapshots to slots, otherwise from slots to snapshots. `NO_ROW` copies nothing.
         """
         self.tell_others("copy_snapshots", slots, rows, to_state)
         own, config = recurrent_entries(self.state.trunk), self.decoder.model.config
@@ -177,7 +177,7 @@ class EngineSession(Session):
     def move_pages(
         self, outgoing: list[tuple[bytes, int]], incoming: Sequence[tuple[int, Entries]] = ()
     ) -> list[Outgoing]:
-        """Starts copying `outgoing` pages to the host, then copies `incoming` ones from there; returns the former."""
+        """Starts copying `outgoing` pages to the host, then writes `incoming` pages. Returns the outgoing copies."""
         with self._on_device(*host_pages.PROGRAMS):
             copies = copy_out(self.state, outgoing)
             self.state = copy_in(self.state, incoming)
@@ -196,9 +196,9 @@ class EngineSession(Session):
         return self.sizes.num_shards, self.sizes.prefill_sizes[-1], self.decoder.spec.prefill_chunk
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        """Counts the experts that texts choose: `[L, E]` int32 for the L layers with experts, on the device.
+        """Counts how many tokens choose each expert in the L layers with experts. Returns `[L, E]` int32 on the device.
 
-        `tokens` are right-padded texts of the shape `count_shape`, `lengths` `[P, b]` their lengths; 0: no text.
+        `tokens` are right-padded texts of shape `count_shape`, and `lengths` `[P, b]` are their lengths, 0 for no text.
         """
         self.tell_others("count_experts", tokens, lengths)
         capacity = round_up_capacity(tokens.shape[-1])
@@ -206,7 +206,7 @@ class EngineSession(Session):
             return count_experts(self.params, tokens, lengths, model=self.decoder.model, capacity=capacity)
 
     def move_experts(self, layer: str, expert_of_slot: np.ndarray) -> None:
-        """Moves the experts of a layer to new slots, `expert_of_slot [S]`. Deletes the old arrays."""
+        """Moves a layer's experts to the slots that `expert_of_slot` `[S]` assigns. Deletes the old arrays."""
         self.tell_others("move_experts", layer, expert_of_slot)
         trunk, config = self.params["trunk"], self.decoder.model.config
         experts = trunk[layer]["experts"]
@@ -215,8 +215,8 @@ class EngineSession(Session):
             moved = move_experts(moving, placement_tables(expert_of_slot, config.n_routed_experts), config=config)
         trunk = {**trunk, layer: {**trunk[layer], "experts": {**experts, **moved}}}
         self.params = {**self.params, "trunk": trunk}
-        # The engine's creator may still reference the old arrays: without this, memory would hold both copies. Calls
-        # dispatched earlier are not affected.
+        # Delete the old arrays, because the engine's creator may still reference them and both copies would stay in
+        # memory. Calls dispatched earlier are not affected.
         for leaf in jax.tree.leaves(moving):
             leaf.delete()
 
@@ -263,7 +263,7 @@ class EngineSession(Session):
         jax.block_until_ready(self.state)
 
     def _counted(self, program: Any, key: ProgramKey) -> tuple[Any, ...]:
-        """Returns the program if its compilation is counted."""
+        """Returns a tuple of the program if its compilation is counted, otherwise an empty tuple."""
         if key.kind in ("draft", "verify"):
             key = key._replace(kind="masked round")
         return () if key in self.planned else (program,)
@@ -275,7 +275,7 @@ class EngineSession(Session):
 
     @contextlib.contextmanager
     def first_use(self, key: ProgramKey) -> Iterator[None]:
-        """Marks the first call of a program: it may take minutes without being hung."""
+        """Marks the first call of a program, which may take minutes without being hung."""
         if key in self._used:
             yield
             return
@@ -332,5 +332,5 @@ def _check_rebalancing(params: dict, model: MTPModel, num_devices: int) -> None:
 
 
 def _num_programs(calls: tuple[Any, ...]) -> int:
-    """Returns the number of programs that this process has compiled for calls."""
+    """Returns the number of programs that this process has compiled for `calls`."""
     return sum(call.num_programs for call in calls)

@@ -1,4 +1,4 @@
-"""Runs the calls of a tick: turns requests and page tables into arrays, and dispatches the calls through the session.
+"""Makes the arrays of a tick's calls from requests and page tables, and dispatches the calls through the session.
 
 `measure_costs` uses it to time rounds; the engine chooses its depth from these times.
 """
@@ -29,7 +29,7 @@ from mtpjax.serving.scoring import score_chunk
 from mtpjax.serving.snapshots import NO_ROW
 
 NUM_MEASURED = 5  # timed rounds per batch size and depth
-PROMPT_LENGTH = 16  # tokens in the rows whose rounds are timed
+PROMPT_LENGTH = 16  # maximum number of prompt tokens in the rows whose rounds are timed
 
 Grid = list[list[Sequence | None]]  # the rows of each shard; None for padding
 
@@ -94,7 +94,7 @@ class Executor:
             self.session.run(self.programs.clearing(shard, pages[begin : begin + NUM_CLEARED]))
 
     def move_pages(self, pools: list[PagePool]) -> list[tuple[HostPages, Outgoing]]:
-        """Starts copying pages that leave a pool, then copies back those that return. Returns the copies that leave."""
+        """Starts copying pages out of the pools, then copies returning pages into them. Returns the outgoing copies."""
         leaving = []
         for pool in pools:
             if pool.host is not None and (pool.outgoing or pool.incoming):
@@ -103,7 +103,7 @@ class Executor:
         return leaving
 
     def copy_snapshots(self, rows: list[tuple[Sequence, int]], *, to_state: bool) -> None:
-        """Copies the recurrent states of requests to snapshot rows, or with `to_state` back to the requests' slots."""
+        """Copies the recurrent states of requests to snapshot rows, or back to the requests' slots if `to_state`."""
         shards = [[row for row in rows if row[0].shard == shard] for shard in range(self._sizes.num_shards)]
         for some in itertools.zip_longest(*shards):
             pairs = [(NO_ROW, NO_ROW) if row is None else (row[0].slot, row[1]) for row in some]
@@ -118,7 +118,7 @@ class Executor:
         for sequence in sequences:
             grid[sequence.shard].append(sequence)
         grid = [row + [None] * (key.size - len(row)) for row in grid]
-        # 2. Their slots and pages. A call that does not read pages needs none.
+        # 2. Their slots and pages. For a call that reads no pages, the table has a width of 1.
         width = key.width or 1
         batch = empty_batch(sizes, key.size, width)
         for shard, column, sequence in _cells(grid):
@@ -132,13 +132,13 @@ class Executor:
     def _call(self, grid: Grid, call: PendingCall, *, is_prefill: bool = False) -> InFlightCall:
         """Dispatches a call that has a report."""
         report = self.session.run(call)
-        # The next tick reads it: start the copy as soon as the call ends, not when it is read.
+        # The next tick reads the report, so copy it as soon as the call ends, not only when it is read.
         report.values.copy_to_host_async()
         return InFlightCall(list(itertools.chain(*grid)), report, is_prefill)
 
 
 def _cells(grid: Grid) -> Iterator[tuple[int, int, Sequence]]:
-    """Yields shard, column and request of each row that is not padding."""
+    """Yields the shard, column and request of each row that is not padding."""
     for shard, row in enumerate(grid):
         for column, sequence in enumerate(row):
             if sequence is not None:
@@ -146,14 +146,14 @@ def _cells(grid: Grid) -> Iterator[tuple[int, int, Sequence]]:
 
 
 def _admitted_rows(grid: Grid, padding: Sequence) -> Any:
-    """Returns the arrays of requests `[P, r, ...]`. Padding repeats a request, with a slot that does not exist."""
+    """Returns the requests' arrays `[P, r, ...]`. A padding row repeats a request, but its slot does not exist."""
     rows = [[_text_rows(sequence or padding) for sequence in row] for row in grid]
     shards = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *shards)
 
 
 def _text_rows(sequence: Sequence) -> NewRows:
-    """Returns the arrays of a request, with the text that it has when it is admitted."""
+    """Returns a request's arrays, with its text at the time of admission."""
     rows, size = sequence.rows, sequence.num_to_prefill
     tokens = np.zeros_like(rows.tokens)
     tokens[0, :size] = sequence.text[:size]
@@ -162,7 +162,7 @@ def _text_rows(sequence: Sequence) -> NewRows:
 
 
 def measure_costs(executor: Executor) -> Costs:
-    """Times rounds of the engine's own programs, for each batch size and depth, in seconds.
+    """Returns the duration in seconds of a round of the engine's programs, for each batch size and depth.
 
     All slots must be free; the state is reset afterwards. A deeper round never counts as faster than a shallower one.
     """
@@ -196,7 +196,7 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
     for begin in range(0, size, max_rows):
         some = [sequence for sequence in sequences if begin <= (sequence.slot or 0) < begin + max_rows]
         executor.prefill([(sequence, 0, prompt_length) for sequence in some]).read()
-    # 2. The first round prepares the dispatch of later ones.
+    # 2. Time the rounds. The first one also prepares the dispatch of later ones, so ignore its time if there are more.
     durations = []
     for _ in range(num_rounds):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Compiles grammars: JSON schemas and regular expressions that a text must match.
+"""Compiles grammars, which are JSON schemas or regular expressions that a text must match.
 
 llguidance compiles a grammar against the bytes of the tokenizer's tokens. Each text then has a `Matcher`, which
 consumes its tokens on the host and computes the mask of the allowed next tokens.
@@ -32,7 +32,7 @@ class Grammars:
     """Compiles grammars for one tokenizer.
 
     Raises:
-        ValueError: the tokenizer has no end token, which ends a complete text, or its class is unsupported.
+        ValueError: the tokenizer has no token that ends a complete text, or its class is unsupported.
         ImportError: llguidance is missing.
 
     Attributes:
@@ -54,7 +54,7 @@ class Grammars:
         """Compiles a grammar; thread-safe.
 
         Args:
-            kind: kind of the source.
+            kind: "json_schema" or "regex".
             source: a JSON schema as JSON, or a regular expression that the whole text must match.
             seconds: CPU time limit.
 

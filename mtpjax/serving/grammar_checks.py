@@ -37,15 +37,15 @@ def checked_schema(source: str) -> str:
 def find_ref_loop(schema: Any) -> list[str]:
     """Finds references that lead back to themselves before they constrain the text.
 
-    A schema may contain itself, such as a list whose items are lists: each level writes some text. A reference that
-    leads only to itself writes none.
+    A schema may contain itself (for example, a list whose items are lists), because each level adds some text. A
+    reference that leads only to itself adds none.
 
     Returns:
         The references in a loop, with the first one repeated at the end; empty if there is no loop.
     """
     targets = _targets(schema)
-    # Settled references lead to a type: first those whose target has a type, then those whose target refers to these,
-    # and so on. A target comes after the references to it, so one pass from the end settles nearly all.
+    # Settled references lead to a type. Settle the references whose target has a type, then those whose target refers
+    # to settled ones, and so on. Targets follow the references to them, so one pass from the end settles nearly all.
     settled: set[str] = set()
     num_before = -1
     while len(settled) > num_before:

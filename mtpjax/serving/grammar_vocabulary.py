@@ -1,7 +1,7 @@
-"""The tokens of a tokenizer as llguidance needs them: the bytes that each adds to a text, and which are special.
+"""Converts a tokenizer for llguidance, which needs the special tokens, and the bytes that each token adds to a text.
 
 llguidance can read a `tokenizer.json`, but then treats the text of an added token as that token, even inside a string
-of a schema: an end token would end the text there, and the decoder skips special tokens.
+in a schema. There, an end token would end the text, and the decoder would skip special tokens.
 """
 
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
-MAX_FORCED_BYTES = 256  # of a forced text that a step tokenizes; later bytes do not change its first token
+MAX_FORCED_BYTES = 256  # maximum bytes of a forced text that are tokenized; later bytes do not change its first token
 
 
 class Vocabulary:
-    """Tokens in the form that `llguidance.TokenizerWrapper` takes.
+    """A vocabulary with the interface that `llguidance.TokenizerWrapper` expects.
 
     Args:
         tokens: bytes that each token adds to a text.
@@ -23,7 +23,7 @@ class Vocabulary:
         encode: encodes a text without adding special tokens.
 
     Attributes:
-        encode_longest: splits a text into the longest tokens; used where `encode` does not reproduce the text.
+        encode_longest: splits a text into the longest tokens; used if `encode` does not reproduce the text.
     """
 
     bos_token_id = None
@@ -87,12 +87,12 @@ def _of_huggingface(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> Vocabul
 
 
 def _without_prefix(part: Any) -> Any:
-    """Removes the prefix space from a tokenizer's JSON, because forced text is not at the start of a text."""
+    """Removes the prefix-space settings from a tokenizer's JSON, because forced text is not at the start of a text."""
     if isinstance(part, list):
         return [_without_prefix(each) for each in part if not _is_prepend(each)]
     if not isinstance(part, dict):
         return part
-    # Keys in the vocabulary are tokens, not settings.
+    # Recurse only into `parts`, because the vocabulary's keys are tokens, not settings.
     never = {"prepend_scheme": "never", "add_prefix_space": False}
     parts = ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers")
     return {

@@ -6,7 +6,7 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-MAX_HEADER_BYTES = 1 << 14  # as in Node; SGLang's and vLLM's clients send a few hundred
+MAX_HEADER_BYTES = 1 << 14  # as in Node; SGLang's and vLLM's clients send a few hundred bytes
 _HEADER_END = re.compile(rb"\n\r?\n")
 _TOO_LARGE = (
     b'{"error": {"message": "the header of a request may have at most %d bytes", "type": "invalid_request_error", '
@@ -15,7 +15,7 @@ _TOO_LARGE = (
 
 
 class LimitedProtocol(AutoHTTPProtocol):
-    """An HTTP protocol over httptools if it is installed, else over h11, with limits for headers.
+    """An HTTP protocol with header limits, based on httptools if it is installed and on h11 otherwise.
 
     A header of more than `MAX_HEADER_BYTES` is rejected with 431 before it is parsed. Bodies have their own limits
     (`ApiSettings.max_body_bytes`, `body_timeout`), and so does the time between two requests (uvicorn's
@@ -35,7 +35,7 @@ class LimitedProtocol(AutoHTTPProtocol):
 
     _header_timer: asyncio.TimerHandle | None = None
     _awaits_header = True  # with httptools: between two requests, or in a header
-    _num_header_bytes = 0  # received since the last end of a header or byte of a body
+    _num_header_bytes = 0  # received since the last header ended or the last body byte arrived
     _tail = b""  # the last bytes received, in which the end of the header may start
 
     def connection_made(self, transport: Any) -> None:
@@ -50,7 +50,7 @@ class LimitedProtocol(AutoHTTPProtocol):
             if not _HEADER_END.search(self._tail + data[:room]):
                 return self._reject()
         self._tail = data[-2:]
-        # 2. Parse. A callback of httptools resets the count; h11 limits trailers and chunks itself.
+        # 2. Parse. With httptools, a callback resets the count; h11 limits trailers and chunks itself.
         super().data_received(data)
         if hasattr(self, "conn") and not self._is_in_header():
             self._num_header_bytes = 0

@@ -1,7 +1,7 @@
-"""Pages in host memory: known pages of the pool move there when their slots are needed (SGLang's hierarchical cache).
+"""Moves known pages of the pool to host memory when their slots are needed (SGLang's hierarchical cache).
 
 A page is identified by the hash of its text (`page_pool`). Its entries are copied to the host before another request
-gets the page, and back when a prompt starts with that text again. Both copies are bit-exact.
+gets the page, and copied back when a prompt starts with that text again. Both copies are bit-exact.
 """
 
 import collections
@@ -23,7 +23,7 @@ Entries = list[np.ndarray]  # one page: [..., size, H] per pool array of the sta
 
 
 class HostPages:
-    """Entries of pages in host memory, at most `max_bytes`; the least recently used are dropped first."""
+    """Page entries in host memory, limited to `max_bytes`. The least recently used ones are dropped first."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.num_bytes = max_bytes, 0
@@ -43,7 +43,7 @@ class HostPages:
             self.take(next(iter(self._pages)))
 
     def take(self, digest: bytes) -> Entries | None:
-        """Removes and returns a page's entries: they move back to the pool."""
+        """Removes a page's entries and returns them, or returns None for an unknown page."""
         entries = self._pages.pop(digest, None)
         self.num_bytes -= sum(array.nbytes for array in entries or ())
         return entries
@@ -96,10 +96,10 @@ def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoin
 
 
 def copy_in(state: DecodeState, pages: Sequence[tuple[int, Entries]]) -> DecodeState:
-    """Writes entries from the host into pages. The state, on one device, is donated."""
+    """Writes entries from the host into pages. The state must be on one device, and is donated."""
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]
-        # Padding repeats the first entries, but its page is outside the pool and nothing is written.
+        # Padding repeats the first entries, but its page ids are outside the pool, so nothing is written.
         entries = [entries for _, entries in some] + [some[0][1]] * (NUM_PER_CALL - len(some))
         arrays = [np.stack(of_pages) for of_pages in zip(*entries, strict=True)]
         state = _write(state, _padded([page for page, _ in some]), arrays)
@@ -137,7 +137,7 @@ def _caches(state: Any) -> list[Cache]:
 
 @one_graph()
 def _read(state: DecodeState, pages: jax.Array) -> list[jax.Array]:
-    """Copies pages `[n]` of every pool array: `[n, ..., size, H]` each."""
+    """Copies pages `[n]` of every pool array; each copy is `[n, ..., size, H]`."""
     return [jnp.take(pool, pages, axis=0, mode="clip") for cache in _caches(state) for pool in pool_arrays(cache)]
 
 

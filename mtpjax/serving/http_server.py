@@ -1,4 +1,4 @@
-"""The process's HTTP server: opens the port, prints the ready line, and drains at SIGTERM or Ctrl-C."""
+"""The process's HTTP server, which opens the port, prints the ready line, and drains at SIGTERM or Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from mtpjax.serving.header_limits import limited_protocol
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a port (0: a free one) before anything is loaded. Raises OSError with a one-line message if that fails."""
+    """Opens a port (0 for a free one) before anything is loaded. Raises OSError with a one-line message on failure."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -53,7 +53,7 @@ def run_app(
         drain: awaited before connections are closed.
         abort: called at a second Ctrl-C to end running requests.
         header_seconds: time within which a client must send the header of each request.
-        has_lifespan: the application handles startup and shutdown events.
+        has_lifespan: whether the application handles startup and shutdown events.
         should_stop: when set, stops the server as SIGTERM does.
     """
 
@@ -67,7 +67,7 @@ def run_app(
             return await super().on_tick(counter) or (should_stop is not None and should_stop.is_set())
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # Streams continue while the server drains, and new requests get 503. A second Ctrl-C ends them.
+            # Streams continue while the server drains, and new requests get 503. A second Ctrl-C ends the streams.
             draining = asyncio.ensure_future(drain())
             while not draining.done() and not self.force_exit:
                 await asyncio.sleep(0.02)

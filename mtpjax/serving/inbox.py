@@ -1,4 +1,4 @@
-"""The inbox of an engine's thread: functions that other threads want it to run between ticks."""
+"""The inbox of an engine's thread, which contains functions for it to run between ticks."""
 
 import concurrent.futures
 import threading
@@ -34,7 +34,7 @@ class Inbox:
         """Adds a function. Raises `EngineClosed` if the thread has ended."""
         with self.changed:
             if self.is_closing and not self._thread.is_alive():
-                raise EngineClosed("the engine shuts down")
+                raise EngineClosed("the engine is shutting down")
             self.actions.append(action)
             self.changed.notify()
 
@@ -60,4 +60,4 @@ class Inbox:
                 if future.done():  # the function's own error
                     raise
                 if not self._thread.is_alive():
-                    raise EngineClosed("the engine shuts down") from None
+                    raise EngineClosed("the engine is shutting down") from None

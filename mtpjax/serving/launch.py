@@ -33,8 +33,8 @@ class ServerSettings:
     """Settings of the server process.
 
     Attributes:
-        watchdog_seconds: duration of a call after which the process ends; None: no limit.
-        drain_seconds: time that running requests get to finish after SIGTERM.
+        watchdog_seconds: maximum duration of a call, after which the process ends; None means no limit.
+        drain_seconds: time that running requests have to finish after SIGTERM.
         header_seconds: time within which a client must send the header of a request.
         warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
     """
@@ -66,10 +66,10 @@ def running_engine(
     followers: Followers | None = None,
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[tuple[Engine, Metrics]]:
-    """Starts an engine and its metrics; on exit, waits up to `drain_seconds` for its requests, and stops it.
+    """Starts an engine and its metrics. On exit, waits up to `drain_seconds` for requests, and stops the engine.
 
     If one of `followers` is lost, running requests end with an error, and this process ends. `make_engine` is called
-    with `Engine`'s arguments `observe` and `followers`. `report` takes the current stage and its progress.
+    with `Engine`'s arguments `observe` and `followers`. `report` is called with the current stage and its progress.
     """
     with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
         engine = make_engine(observe=lambda *end: metrics.observe(*end), followers=followers)
@@ -116,10 +116,10 @@ def serve(
 
     Args:
         app: from `make_app`.
-        engine: its engine, which has been started.
+        engine: the application's engine, which has been started.
         server: settings of the process.
         listener: the open port.
-        loading: closed as soon as the application takes over the port from `open_port`.
+        loading: closed just before the application takes over the port from `open_port`.
     """
     state: ApiServer = app.state.server
     drafter = state.settings.server_info.get("speculative_algorithm")

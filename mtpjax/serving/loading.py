@@ -1,4 +1,4 @@
-"""Progress while a server loads and compiles: on the terminal or in the log, and for early clients."""
+"""Reports a server's progress while it loads and compiles, on the terminal or in the log, and to early clients."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,9 @@ from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.http import error_response
 from mtpjax.serving.http_server import address_of, run_in_thread, tell
 
-LINE_SECONDS = 5.0  # between two lines of a log
+LINE_SECONDS = 5.0  # between two log lines
 LAST_SECONDS = 0.5  # for clients that connected just before the server is ready
-BODY_SECONDS = 5.0  # in which a body is read and discarded
+BODY_SECONDS = 5.0  # time limit for reading and discarding a body
 ALIVE_PATHS = ("/health", "/ping")
 
 
@@ -72,19 +72,19 @@ class Loading:
 
 
 def loading_app(loading: Loading) -> ASGIApp:
-    """Makes the application of a loading server: `/health` gets 200, everything else 503 with `Retry-After`."""
+    """Makes the application of a loading server. Health checks get 200, all other requests 503 with `Retry-After`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # the events of the server's start and end
+        if scope["type"] != "http":  # the server's startup and shutdown events
             return
-        # The connection closes after the response, because a different server takes the next one.
+        # The connection closes after the response, because a different server accepts the next one.
         headers = {"Connection": "close"}
         if scope["path"] in ALIVE_PATHS:
             response = Response(headers=headers)
         else:
             message = f"the server is loading: {loading.text}"
             response = error_response(ApiError(message, status=503, code="loading", headers=headers, retry_after=5))
-        # An unread body would reset the connection, and the client would not see the answer.
+        # If the body were not read, the connection would be reset, and the client would not see the response.
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(BODY_SECONDS):
                 async for _ in Request(scope, receive).stream():
@@ -96,7 +96,7 @@ def loading_app(loading: Loading) -> ASGIApp:
 
 @contextlib.contextmanager
 def open_port(listener: socket.socket | None, name: str, *, header_seconds: float = 30.0) -> Iterator[Loading]:
-    """Shows the progress of startup, also to clients of the port (None: no port). Yields the `Loading`."""
+    """Shows the startup progress, also to clients if there is a port. Yields the `Loading`."""
     loading = Loading(name, "" if listener is None else address_of(listener))
     with contextlib.ExitStack() as stack:
         stack.enter_context(loading.shown())

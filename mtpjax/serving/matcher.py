@@ -1,4 +1,4 @@
-"""A compiled grammar, and the matcher that follows one text through it, with llguidance's messages for clients."""
+"""Compiled grammars, the matchers that follow a text through them, and explanations of llguidance's messages."""
 
 import re
 from collections.abc import Sequence
@@ -56,13 +56,13 @@ class Matcher:
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Computes which tokens may follow each node of a draft.
 
-        The mask of a node stays unchanged if the node or an ancestor is forbidden, since no exact rule accepts it, or
-        if it follows an end token, since the text ends there.
+        A node's mask stays unchanged if the node or an ancestor is forbidden, because no exact rule accepts it, or if
+        the node follows an end token, because the text ends there.
 
         Args:
-            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first, initially all set.
+            masks: `[W, ceil(V/32)]` int32 with one bit per token, lowest bit first; initially, all bits are set.
             tokens: tokens of the W nodes; node 0 is the last token consumed.
-            parents: parents of the W nodes, which come before their children; None: a chain.
+            parents: parents of the W nodes, which come before their children; None for a chain.
 
         Raises:
             GrammarError: the grammar exceeds a limit. The matcher is unusable afterwards.
@@ -84,7 +84,7 @@ class Matcher:
                 self._check()
 
     def _check(self) -> None:
-        """Raises GrammarError if the matcher has failed: its masks are then meaningless."""
+        """Raises GrammarError if the matcher has failed, because its masks are then meaningless."""
         if self._matcher.is_error():
             raise GrammarError(f"the grammar failed: {explain(self._matcher.get_error())}")
 

@@ -22,13 +22,13 @@ MEMORY_FRACTION = 0.9  # of an accelerator's memory, for weights and pages
 
 
 def page_bytes(decoder: Decoder, dtype: Any) -> int:
-    """Computes how many bytes a page takes in all caches, over all devices; the decoder's pool must have one page."""
+    """Computes the size of a page in bytes, over all caches and devices. The decoder's pool must have one page."""
     state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
     return host_pages.page_bytes(host_pages.page_shapes((state.trunk, state.drafter)))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Computes how many bytes a row's recurrent states take, over all devices; 0 for models without such states."""
+    """Computes the size of a row's recurrent states in bytes, over all devices; 0 for models without such states."""
     cache = jax.eval_shape(lambda: empty_cache(config, config.trunk_kinds, 1, 1, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recurrent_entries(cache)))
 
@@ -36,16 +36,16 @@ def state_bytes(config: ModelConfig, dtype: Any) -> int:
 def choose_num_pages(
     params: dict, model: MTPModel, decode: DecodeConfig, settings: EngineSettings, memory_fraction: float
 ) -> int:
-    """Chooses the size of the pool: enough for the longest text in every slot, or as much as memory allows.
+    """Returns a number of pages that is enough for the longest text in every slot, or as many as memory allows.
 
     Args:
         params: the parameters of `model`, on their devices.
         decode: settings that all requests share.
-        settings: the engine's settings, of which only slots, length and snapshots matter.
-        memory_fraction: fraction of the accelerator's memory that weights and pages may take.
+        settings: the engine's settings. Only slots, length and snapshots matter.
+        memory_fraction: fraction of the accelerator's memory that weights and pages may use.
 
     Raises:
-        MemoryTooSmall: the remaining memory has no room for one text.
+        MemoryTooSmall: the remaining memory has no room for one text of maximum length.
     """
     embedding, config = params["embedding"], model.config
     limit = config.max_position_embeddings
@@ -54,7 +54,7 @@ def choose_num_pages(
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     if all(stats):
-        # Every device holds its shard of the weights already, and its share of each page.
+        # Every device already holds its shard of the weights, and will hold its share of each page.
         room = sum(memory_fraction * each["bytes_limit"] - each["bytes_in_use"] for each in stats if each)
         # All processes must choose the same size.
         room = min(gather_values(room * len(devices) / len(own)))

@@ -1,4 +1,4 @@
-"""The names of the server's metrics: mtpjax's, SGLang's and vLLM's."""
+"""mtpjax's, SGLang's and vLLM's names for the server's metrics."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ PREFIX, ALIASES = "mtpjax", ("sglang", "vllm")
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The names of one metric, without prefix; empty if that engine has no such metric.
+    """The names of one metric, without prefix. A name is empty if that engine has no such metric.
 
     Attributes:
-        attribute: the `EngineStatus` attribute with the value; empty: the value comes from elsewhere.
+        attribute: the `EngineStatus` attribute with the value; empty if the value comes from elsewhere.
     """
 
     attribute: str
@@ -81,13 +81,13 @@ FINISHED = Names("", "request_finished", "", "request_success", "Requests that e
 TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0, 5.0)
 REQUEST_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-TIME_TO_FIRST_TOKEN = _one_name("time_to_first_token_seconds", "Arrival to first token.")
+TIME_TO_FIRST_TOKEN = _one_name("time_to_first_token_seconds", "Time from arrival to the first token.")
 INTER_TOKEN_LATENCY = _one_name(
     "inter_token_latency_seconds", "Seconds per token after the first; tokens in one delivery share its time."
 )
-E2E_LATENCY = _one_name("e2e_request_latency_seconds", "Arrival to last token.")
+E2E_LATENCY = _one_name("e2e_request_latency_seconds", "Time from arrival to the last token.")
 QUEUE_TIME = Names(
-    "", "queue_time_seconds", "queue_time_seconds", "request_queue_time_seconds", "Arrival to first prefill."
+    "", "queue_time_seconds", "queue_time_seconds", "request_queue_time_seconds", "Time from arrival to first prefill."
 )
-PROMPT_TOKENS = Names("", "request_prompt_tokens", "", "request_prompt_tokens", "Tokens of a request's prompt.")
+PROMPT_TOKENS = Names("", "request_prompt_tokens", "", "request_prompt_tokens", "Prompt tokens of a request.")
 NEW_TOKENS = Names("", "request_generation_tokens", "", "request_generation_tokens", "Tokens delivered to a request.")

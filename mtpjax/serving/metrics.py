@@ -1,7 +1,7 @@
 """The server's metrics for Prometheus, under mtpjax's, SGLang's and vLLM's names.
 
-The engine keeps its own counts: a collector reads its `EngineStatus` when Prometheus scrapes. Only latencies are kept
-here, because the engine does not know when a client's request arrived.
+The engine keeps its own counts, which a collector reads from its `EngineStatus` when Prometheus scrapes. Only the
+latencies, sizes and end reasons of requests are kept here; `observe` records them when a request ends.
 """
 
 import bisect
@@ -44,7 +44,7 @@ class _Histogram:
 
 
 class Metrics:
-    """All metrics of a server. Threads may share it.
+    """All metrics of a server. Thread-safe.
 
     Attributes:
         more_counters: counters outside the engine, and functions that read them.
@@ -58,7 +58,7 @@ class Metrics:
     def __init__(
         self, status: Callable[[], EngineStatus], *, model_name: str, aliases: tuple[str, ...] = ALIASES
     ) -> None:
-        """Starts with no requests.
+        """Makes metrics without any requests.
 
         Args:
             status: returns the engine's status; called here and once per scrape.
@@ -82,7 +82,7 @@ class Metrics:
             metric_names.PROMPT_TOKENS: _Histogram(metric_names.TOKENS),
             metric_names.NEW_TOKENS: _Histogram(metric_names.TOKENS),
         }
-        # The time of the last scrape, the tokens delivered until then, and the throughput reported there.
+        # The time of the last scrape, the tokens delivered by then, and the throughput that it reported.
         self._last_scrape = (time.monotonic(), status().num_new_tokens, 0.0)
 
     def observe(self, finish: Finish, times: RequestTimes) -> None:
@@ -93,7 +93,7 @@ class Metrics:
             self._histograms[metric_names.NEW_TOKENS].add(finish.num_new_tokens)
             if times.started is not None:
                 self._histograms[metric_names.QUEUE_TIME].add(times.started - times.arrived)
-            # A request without tokens has no latency: it was rejected, aborted or failed.
+            # A request without tokens has no latency, because it was rejected, was aborted or failed.
             if not times.deliveries:
                 return
             self._histograms[metric_names.TIME_TO_FIRST_TOKEN].add(times.deliveries[0][0] - times.arrived)
@@ -122,7 +122,7 @@ class Metrics:
                 yield metric
 
     def _families(self) -> Iterator[tuple[str, Names, list[Sample]]]:
-        """Yields kind, names and samples of each metric."""
+        """Yields the kind, names and samples of each metric."""
         status = self._status()
         # 1. Values from the status. A ratio is undefined before the first pass and is then left out.
         gauges: dict[Names, float] = {names: getattr(status, names.attribute) for names in metric_names.GAUGES}
@@ -133,10 +133,10 @@ class Metrics:
             yield "counter", names, [("_total", {}, getattr(status, names.attribute))]
         for names, count in self.more_counters.items():
             yield "counter", names, [("_total", {}, count())]
-        # 2. Counts with a second label: draft levels from 0, as vLLM numbers them, and how requests ended.
+        # 2. Accepted drafts by level; levels are numbered from 0, as in vLLM.
         levels: list[Sample] = [("_total", {"position": str(k)}, count) for k, count in enumerate(status.accepted)]
         yield "counter", metric_names.ACCEPTED_PER_POSITION, levels
-        # 3. Latencies and sizes of requests.
+        # 3. How requests ended, and their latencies and sizes.
         with self._lock:
             finished = dict(self._finished)
             histograms = {names: each.samples() for names, each in self._histograms.items()}

@@ -1,4 +1,4 @@
-"""A hash that tells whether the pages of two engines are interchangeable."""
+"""A hash that is the same for two engines if their pages are interchangeable."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.config import ModelConfig
 
 VERSION = 1  # version of the page contents
-NUM_SAMPLED = 16  # numbers of each parameter that the hash depends on
+NUM_SAMPLED = 16  # values of each parameter that are hashed
 
 
 def model_digest(
@@ -26,9 +26,9 @@ def model_digest(
     """Hashes everything that a page's entries depend on, except the text.
 
     Args:
-        params: the model's parameters. Only a few numbers from each are hashed.
+        params: the model's parameters. Only a few values of each are hashed.
         config: the model's config.
-        decode: settings of the requests.
+        decode: settings that all requests share.
         page_size: positions per page.
         page_shapes: shapes and dtypes of a page's entries.
         draft_params: the drafter's own parameters, if it has any.

@@ -1,7 +1,7 @@
-"""Generates texts for a list of prompts in batches, like vLLM's offline inference. Needs no extra.
+"""Generates texts for a list of prompts in batches, like vLLM's offline inference. Requires no extras.
 
-With stop strings, a batch decodes a few rounds per call, so that it can end as soon as every text has one: they are
-searched for in decoded text, which only the host has.
+With stop strings, a batch decodes only a few rounds per call, so that it can end soon after every text contains one.
+The host searches for them, because only the host has the decoded text.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def complete(
         prompts: token ids of each prompt.
         model: the model.
         config: the settings.
-        sampling: the sampling parameters, one value for all rows, and a seed per prompt.
+        sampling: the sampling parameters, which are the same for all rows except for a seed per prompt.
         make_stream: makes the decoder for the text that follows a prompt.
         batch_size: rows that decode at the same time.
         draft_params: the drafter's own parameters.
@@ -76,7 +76,7 @@ def complete(
     call = make_call(
         params, arrays, model=model, config=config, sampling=sampling, batch=num_rows, draft_params=draft_params
     )
-    # 2. Decode the batches. Copies of its first prompt fill up the last batch.
+    # 2. Decode the batches. The last batch is filled up with copies of its first prompt.
     for begin in range(0, len(prompts), batch_size):
         batch = prompts[begin : begin + batch_size]
         of_batch = dataclasses.replace(sampling, seed=seeds[begin : begin + batch_size])

@@ -11,7 +11,7 @@ from mtpjax.serving.scheduler import Scheduler
 
 
 class PageExchange:
-    """An engine's pages, for prefill and decode on different machines. The methods block the caller.
+    """Reads and adds an engine's pages, for prefill and decode on different machines. The methods block the caller.
 
     Attributes:
         shapes: shapes and dtypes of a page's entries.
@@ -26,7 +26,7 @@ class PageExchange:
 
     @property
     def is_supported(self) -> bool:
-        """True if requests with a common prefix share pages and nothing else, and pages may be in host memory."""
+        """True if requests with a common prefix share only pages, and pages may be stored in host memory."""
         session, shares = self._session, self._scheduler.settings.shares_prefixes
         return shares and not session.sizes.shard_snapshots and session.settings.host_bytes > 0
 
@@ -47,7 +47,7 @@ class PageExchange:
         return self._inbox.ask(lambda: len(self._pool.find(tokens, salt=salt)))
 
     def read(self, tokens: Sequence[int], salt: bytes) -> list[tuple[bytes, Entries]]:
-        """Reads the cached full pages of a text's prefix, for another engine's `put`: the hash and entries of each."""
+        """Returns the hash and entries of each cached full page of a text's prefix, for another engine's `put`."""
 
         def start() -> tuple[list[bytes], dict[bytes, Entries], list[Outgoing]]:
             found, host = self._pool.find(tokens, salt=salt), self._pool.host
@@ -61,9 +61,9 @@ class PageExchange:
         return [(digest, entries[digest]) for digest in digests]
 
     def put(self, pages: list[tuple[bytes, Entries]]) -> None:
-        """Adds hashes and entries of pages to the prefix cache, in host memory.
+        """Adds pages, given by their hashes and entries, to the prefix cache in host memory.
 
-        The engine that they come from must have the same model, page size and dtypes.
+        The pages must come from an engine with the same model, page size and dtypes.
         """
 
         def put() -> None:

@@ -2,8 +2,7 @@
 
 Only the host knows this; the device reads page tables (`mtpjax.models.view.Pages`). A page whose positions are all
 final is *known* by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose
-prompt starts with known pages shares them. Unused pages stay known until they are needed, the least recently used
-first.
+prompt starts with known pages shares them. Unused pages stay known until evicted, the least recently used ones first.
 """
 
 import collections
@@ -24,9 +23,9 @@ class PagePool:
     Args:
         num_pages: P; ids are 0 .. P - 1.
         page_size: positions per page.
-        host: stores the entries of known pages that are evicted; None: they are forgotten.
+        host: stores the entries of known pages that are evicted; if None, they are forgotten.
         snapshots: rows for recurrent states at page boundaries. Requests then share pages only up to a boundary with a
-            snapshot. None: a model without recurrent layers.
+            snapshot. None for a model without recurrent layers.
 
     Attributes:
         outgoing: known pages, with the hash of their text, whose entries the caller must copy to `host` before it
@@ -54,7 +53,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Number of pages that can be allocated: free ones, and known ones that no request uses."""
+        """Number of pages that can be allocated, which are the free ones and the known ones that no request uses."""
         return len(self._free) + len(self._unused)
 
     @property
@@ -62,18 +61,18 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def acquire(self, tokens: Sequence[int], num_pages: int, *, salt: bytes = b"") -> Lease | None:
-        """Reserves the pages of a request: known pages for the prefix of its prompt, then free pages.
+        """Reserves known pages for the prefix of a request's prompt, and free pages for the rest of its text.
 
         Args:
             tokens: the prompt.
             num_pages: pages that the request needs, including shared ones.
-            salt: what the entries depend on in addition to the tokens, such as who may see them. Only requests with the
-                same salt share pages.
+            salt: bytes that are hashed with the tokens, for example a digest of the client's key. Only requests with
+                the same salt share pages.
 
         Returns:
             The lease. If the pool has too few pages, returns None and changes nothing.
         """
-        # The last prompt token is always processed, because its output gives the first new token.
+        # The last prompt token is always processed, because its output produces the first new token.
         size = self.page_size
         shared = self.find(tokens[: min(len(tokens) - 1, num_pages * size)], salt=salt)
         num_found = len(shared)
@@ -97,7 +96,7 @@ class PagePool:
         return lease
 
     def find(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[tuple[bytes, int | None]]:
-        """Returns hash and page of each known full page of a text's prefix; the page is None if it is on the host."""
+        """Returns the hash and id of each known full page of a text's prefix. The id is None for a page on the host."""
         found = []
         for digest in page_digests(tokens, self.page_size, salt=salt):
             page = self._page_of.get(digest)
@@ -107,7 +106,7 @@ class PagePool:
         return found
 
     def put(self, digest: bytes, entries: Entries) -> None:
-        """Stores on the host the entries of a page that was computed elsewhere, unless the page is already known."""
+        """Adds the entries of a page, which were computed elsewhere, to host memory, unless the pool has the page."""
         assert self.host is not None
         if digest not in self._page_of:
             self.host.put(digest, entries)
@@ -141,7 +140,7 @@ class PagePool:
         Args:
             lease: a request's pages.
             tokens: its text, at least `num_final` tokens.
-            num_final: tokens at the start whose entries, in the trunk and all modules, will not change.
+            num_final: number of leading tokens whose entries, in the trunk and all modules, will not change.
         """
         num_whole = min(num_final // self.page_size, len(lease.pages))
         size = self.page_size
@@ -157,7 +156,7 @@ class PagePool:
                 self.snapshots.keep(lease.digest, lease.reserved.pop(lease.num_stored))
 
     def release(self, lease: Lease, *, forget: bool = False) -> list[int]:
-        """Gives back a request's pages; returns the freed ones. With `forget`, unshared pages become unknown."""
+        """Releases a request's pages and returns the freed ones. If `forget`, unshared pages become unknown."""
         # Later pages of a text are forgotten first, because they cannot be found without the earlier ones.
         free = []
         if self.snapshots is not None:
@@ -192,7 +191,7 @@ class PagePool:
     def _bring_in(self, digest: bytes) -> int:
         """Allocates a page for entries from the host."""
         assert self.host is not None
-        # Do this before taking the page: the page evicted for it may push these entries out of the host.
+        # Do this before taking a page, because the page that is evicted for it may push these entries out of the host.
         entries = self.host.take(digest)
         assert entries is not None
         page = self._take()
@@ -249,5 +248,5 @@ def _first_hash(salt: bytes) -> bytes:
 
 
 def _extend_hash(digest: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns the hash of a text and the page after it. It is cryptographic, so that nobody can make texts collide."""
+    """Returns the hash of a text and the next page. The hash is cryptographic, so nobody can make texts collide."""
     return hashlib.sha256(digest + np.asarray(tokens, "<i4").tobytes()).digest()

@@ -1,8 +1,8 @@
-"""The programs of an engine: their keys, and how each call chooses one.
+"""The programs of an engine, their keys, and the choice of a program for each call.
 
 A program is compiled for a number of rows, a page-table width, the options of its rows and a depth. A program for more
 rows, a wider table or more options gives the same results, but more slowly. So a server can start with three programs
-for one row at full width: until the others are compiled, a call uses a larger program, or is split into calls with
+for one row at full width. Until the others are compiled, a call uses a larger program, or is split into calls with
 fewer rows.
 """
 
@@ -22,7 +22,7 @@ class ProgramKey(NamedTuple):
             round" (`draft_round` and `verify_round`).
         size: rows per shard.
         width: pages per row.
-        plain: every row is greedy and uses no options.
+        plain: whether every row is greedy and uses no options.
         depth: draft levels.
     """
 
@@ -43,7 +43,7 @@ class ProgramKey(NamedTuple):
 
 
 class PendingCall(NamedTuple):
-    """A call that is not dispatched yet.
+    """A call that has not been dispatched yet.
 
     Attributes:
         program: a program from `mtpjax.decoding.session` or `mtpjax.serving.scoring`.
@@ -63,7 +63,7 @@ class ProgramSet:
         on_missing: called with the program that a call needs, if the call has to use a different one.
 
     Attributes:
-        ready: the compiled programs; None: all programs may be used, and a call compiles its program at first use.
+        ready: the compiled programs; if None, all programs may be used, and a call compiles its program at first use.
     """
 
     def __init__(self, on_missing: Callable[[ProgramKey], None] = lambda key: None):
@@ -71,7 +71,7 @@ class ProgramSet:
         self.on_missing = on_missing
 
     def choose(self, wanted: ProgramKey) -> ProgramKey:
-        """Chooses the program for a call: the wanted one if it is ready, else the smallest ready one that covers it.
+        """Returns the wanted program if it is ready, otherwise the smallest ready program that covers it.
 
         If no ready program has enough rows, returns the one with the most rows; the call must then be split.
         """

@@ -1,4 +1,4 @@
-"""The programs of an engine: which ones requests and calls need, and their compilation."""
+"""Determines which programs an engine's requests and calls need, and compiles them."""
 
 import collections
 import concurrent.futures
@@ -142,7 +142,7 @@ class Programs:
         """Returns all programs that requests may need, in the order in which they are compiled."""
         sizes = self.session.sizes
         widest = sizes.table_widths[-1]
-        # First the sizes that gain the most (one row, many rows), last the rare rows without drafts or with a grammar.
+        # Start with the sizes that gain the most (one row, many rows), and end with rare rows (no drafts, a grammar).
         rows = [sizes.batch_sizes[0], *reversed(sizes.batch_sizes[1:])]
         kinds = (True, False) if self.session.has_plain else (False,)
         keys = [*self.first(), *(ProgramKey("admit", size) for size in sizes.batch_sizes)]
@@ -163,13 +163,13 @@ class Programs:
         progress: Callable[[int, int], None] = lambda done, total: None,
         keys: Rows[ProgramKey] | None = None,
     ) -> None:
-        """Compiles programs on all cores, and the small ones that move pages and experts.
+        """Compiles programs on all cores, including the small ones that move pages and experts.
 
-        Where programs run as CUDA graphs, they are recorded too. If that fails, they are compiled without graphs.
+        If programs run as CUDA graphs, these are recorded too. If that fails, the programs are compiled without graphs.
 
         Args:
             progress: called with the number of compiled programs and the total.
-            keys: the programs to compile; None: all that requests may need.
+            keys: the programs to compile; None means all that requests may need.
         """
         keys = self.all() if keys is None else keys
         begin, graphs, engine = time.perf_counter(), gpu_graph.GRAPHS, self.session
@@ -185,7 +185,7 @@ class Programs:
             if has_graphs:
                 engine.reset()
             self._warm_up(progress, keys, num_calls=1)
-        # The threads compiled at the same time, so their times do not add up.
+        # The threads compiled at the same time, so use the elapsed time instead of the sum of their times.
         engine.compile_seconds = time.perf_counter() - begin
         engine.announce = announce
 
@@ -193,7 +193,7 @@ class Programs:
         """Compiles programs, calls each `num_calls` times, and waits for the calls."""
         lock, engine = threading.Lock(), self.session
         progress(0, len(keys))
-        # Moves come first: all later calls use their results.
+        # Move the experts first, because all later calls use the moved arrays.
         for _ in range(0 if engine.settings.rebalance_experts_every is None else num_calls):
             for layer, slots in engine.expert_placements().items():
                 engine.move_experts(layer, slots)
@@ -210,9 +210,9 @@ class Programs:
         engine.warm_up_copies(num_calls)
 
     def compile(self, key: ProgramKey, run: Callable[[Callable[[], Any]], Any]) -> None:
-        """Compiles a program in the caller's thread, and runs it once: its first call also prepares its dispatch.
+        """Compiles a program in the caller's thread, and runs it once, because the first call prepares its dispatch.
 
-        `run` runs a function that calls programs on the state, while no other thread does.
+        `run` calls a function that runs programs on the state, at a time when no other thread does.
         """
         begin, sizes = time.perf_counter(), self.session.sizes
 

@@ -1,9 +1,9 @@
 """Moves a running model's experts according to how often its texts choose them (SGLang's `--enable-eplb`).
 
-Rounds and prefill do not change: the engine keeps the newest tokens of its texts, and from time to time an additional
-call runs the trunk over a block of them and counts the experts that they choose. Every `every` ticks, it computes a new
-placement for each layer. The layers whose busiest device would get clearly less work are then moved, one per tick. All
-copies of an expert have the same weights, so texts do not change.
+Rounds and prefill do not change. The engine keeps the newest tokens of its texts, and from time to time an additional
+call runs the trunk over a block of them and counts the experts that they choose. Every `every` ticks, the engine
+computes a new placement for each layer. Layers whose busiest device would get clearly less work are then moved, one per
+tick. All copies of an expert have the same weights, so texts do not change.
 """
 
 import collections
@@ -19,8 +19,8 @@ from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.request import Sequence
 
 BLOCKS_PER_PLACEMENT = 8  # blocks of tokens that are counted between two placements
-# A layer keeps its placement unless the busiest device's load falls by this share: counts come from a sample of the
-# tokens, and a placement fits its sample better than the tokens that follow.
+# A layer keeps its placement unless the busiest device's load falls by this share, because counts come from a sample of
+# the tokens, and a placement fits its sample better than the tokens that follow.
 MIN_GAIN = 0.05
 
 _log = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ class ExpertRebalancer:
         every: ticks between two placements.
 
     Attributes:
-        num_rebalancings: how many times the experts of at least one layer moved.
-        imbalance: load of the busiest device over the mean, averaged over the layers, according to the newest counts:
-            before and after the newest placement; nan before the first placement.
+        num_rebalancings: number of placements that moved the experts of at least one layer.
+        imbalance: the busiest device's load divided by the mean load, averaged over the layers, before and after the
+            newest placement, according to the newest counts; nan before the first placement.
     """
 
     def __init__(self, session: EngineSession, every: int):
@@ -51,7 +51,7 @@ class ExpertRebalancer:
         self.imbalance = math.nan, math.nan
 
     def add(self, sequence: Sequence) -> None:
-        """Keeps new tokens of a text: whole rows of a block, and the rest when the text has ended."""
+        """Keeps the new tokens of a text in whole rows of a block, and the remaining ones once the text has ended."""
         text, width = sequence.text, self._shape[-1]
         while len(text) - sequence.num_kept >= (1 if sequence.has_ended else width):
             row = text[sequence.num_kept : sequence.num_kept + width]
@@ -59,16 +59,16 @@ class ExpertRebalancer:
             sequence.num_kept += len(row)
 
     def tick(self) -> None:
-        """Dispatches the calls of a tick: none, a count, or the move of one layer."""
+        """Dispatches the calls of a tick, which may move the experts of one layer and count experts."""
         self._num_ticks += 1
         # 1. Place the next layer, until all layers are placed according to the newest counts.
         if self._waiting:
             self._place_layer(*self._waiting.popleft())
         elif self._num_ticks % self._every == 0 and self._counts:
-            # Reading waits only if `every` is small: these calls were dispatched many ticks ago.
+            # Reading waits only if `every` is small, because these calls were dispatched many ticks ago.
             counts, self._counts = self._counts, []
             self._waiting.extend(zip(self._placements, np.sum(jax.device_get(counts), axis=0), strict=True))
-        # 2. Count the experts that another block of tokens selects, for the next placement.
+        # 2. Count the experts that another block of tokens chooses, for the next placement.
         if self._num_ticks % max(self._every // BLOCKS_PER_PLACEMENT, 1) == 0 and self._texts:
             self._count()
 
@@ -80,7 +80,7 @@ class ExpertRebalancer:
         self._counts.append(self._session.count_experts(tokens, lengths))
 
     def _place_layer(self, layer: str, counts: np.ndarray) -> None:
-        """Moves the experts of a layer if that helps."""
+        """Moves the experts of a layer if that clearly reduces the imbalance."""
         slots, num_devices = self._placements[layer], self._session.num_expert_devices
         now = Placement.measured(slots, counts, num_devices)
         after = place_experts(counts, num_devices, len(slots))

@@ -1,4 +1,4 @@
-"""Requests, what the engine delivers for them, and their state in the engine (`Sequence`)."""
+"""Requests, the events that the engine delivers for them, and their state in the engine (`Sequence`)."""
 
 import dataclasses
 import time
@@ -14,11 +14,11 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error", "invalid"]
 
 
 class QueueFull(Exception):
-    """The engine's queue is full, or the engine shuts down; the client should try again later."""
+    """The engine's queue is full, or the engine is shutting down; the client should try again later."""
 
 
 class EngineClosed(QueueFull):
-    """The engine shuts down, and accepts no requests."""
+    """The engine is shutting down and accepts no requests."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         max_new_tokens: maximum number of new tokens, at least 1.
-        sampling: one value per option. A temperature above 0 needs a seed.
+        sampling: sampling parameters, with one value each. A temperature above 0 needs a seed.
         stop_token_ids: the text ends after any of these tokens; that token is part of the new tokens.
-        stop_sequences: the text ends after any of these sequences of new tokens; that sequence is part of them.
-        logprobs: report the log-probability of each new token under the trunk's unmodified logits.
-        speculative: False decodes without drafts.
+        stop_sequences: the text ends after any of these token sequences; that sequence is part of the new tokens.
+        logprobs: whether to report the log-probability of each new token under the trunk's unmodified logits.
+        speculative: whether to decode with drafts.
         grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or the request's own
-            stop token ends it early; None: any text. `stop_token_ids` must hold all end tokens.
+            stop token ends it early; None allows any text. `stop_token_ids` must include all end tokens.
         salt: only requests with the same salt share pages of the prefix cache.
     """
 
@@ -54,7 +54,7 @@ class Delta:
     """New tokens of a request, at least one.
 
     Attributes:
-        origins: draft level that proposed each token; 0: a bonus token, which the trunk drew itself.
+        origins: draft level that proposed each token; 0 for a bonus token, which the trunk drew itself.
         logprobs: log-probability of each token; None unless requested.
     """
 
@@ -65,7 +65,7 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """The end of a request. Nothing follows it.
+    """The last event of a request.
 
     Attributes:
         reason: "stop" (a stop token or sequence), "length" (a limit), "abort", "timeout", "error", or "invalid" (the
@@ -73,10 +73,10 @@ class Finish:
         num_cached_tokens: tokens of the prompt whose entries came from the prefix cache.
         num_new_tokens: tokens delivered.
         num_steps: verification passes.
-        proposed: per draft level, passes that drafted it.
-        accepted: per draft level, passes that accepted it.
-        message: one line, for the log, if the reason is "error" or "invalid".
-        is_retryable: the error was not the request's fault, so it may succeed when it is sent again.
+        proposed: for each draft level, the number of passes that drafted it.
+        accepted: for each draft level, the number of passes that accepted it.
+        message: one line for the log, if the reason is "error" or "invalid".
+        is_retryable: whether the request may succeed if it is sent again, because it did not cause the error itself.
     """
 
     reason: FinishReason
@@ -114,7 +114,7 @@ class RequestTimes:
     """Times of a request's events, in seconds, all from the same clock.
 
     Attributes:
-        started: when its prefill began; None: it never left the queue.
+        started: when its prefill began; None if it never left the queue.
         deliveries: time and number of tokens of each delivery.
     """
 
@@ -131,8 +131,8 @@ class Scores:
     """Log-probabilities of a given text under the trunk, without sampling options.
 
     Attributes:
-        logprobs: per token; None for the first.
-        top_ids: per token, the most likely ids at its position, descending; empty for the first.
+        logprobs: one per token; None for the first token.
+        top_ids: per token, the most likely ids at its position, descending; empty for the first token.
         top_logprobs: their log-probabilities.
     """
 
@@ -143,11 +143,11 @@ class Scores:
 
 @dataclasses.dataclass
 class ScoredText:
-    """A text whose log-probabilities are computed.
+    """A text whose log-probabilities are being computed.
 
     Attributes:
         num_top: alternatives per token.
-        rows: per token from the second on, as far as computed: log-probability, best ids, and their log-probabilities.
+        rows: for each computed token from the second on, its log-probability, the best ids and their log-probabilities.
     """
 
     tokens: list[int]
@@ -170,12 +170,12 @@ class Lease:
     """The pages of one request.
 
     Attributes:
-        pages: in the order of the text.
-        num_cached: tokens at the start whose entries the pages already hold.
-        num_stored: pages at the start whose text has been hashed.
+        pages: page ids, in the order of the text.
+        num_cached: number of leading tokens whose entries are already in the pages.
+        num_stored: number of leading pages whose text has been hashed.
         digest: hash of the text in the stored pages.
-        num_found: pages at the start that were known; `num_cached` covers fewer if no snapshot reaches that far.
-        snapshot: snapshot row with the recurrent state after the cached tokens; None: no such state.
+        num_found: number of leading pages that were known; `num_cached` covers fewer if no snapshot reaches that far.
+        snapshot: snapshot row with the recurrent state after the cached tokens; None if there is no such state.
         reserved: snapshot rows that this request writes, by the number of pages before them.
     """
 
@@ -193,14 +193,14 @@ class Sequence:
     """A request in the engine.
 
     Attributes:
-        deliver: receives its deltas and its end.
+        deliver: receives its deltas and its `Finish`.
         text: the prompt and the new tokens that were read from the device.
         limit: maximum number of tokens in the text.
         rows: the request as arrays, for the executor.
-        is_plain: greedy, with no sampling options or log-probabilities.
+        is_plain: whether the request is greedy, with no sampling options or log-probabilities.
         scored: collects the log-probabilities of a text that is not continued; None for all other requests.
-        matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
-        times: when it arrived, started and delivered tokens, by `time.monotonic`.
+        matcher: follows the text through the request's grammar, up to the end of `text`; None without a grammar.
+        times: when it arrived, started and received tokens, by `time.monotonic`.
         shard: shard of the mesh's `data` axis that holds its slot and pages.
         slot: its slot in that shard; None while it waits.
         lease: its pages; None while it waits.
@@ -210,11 +210,11 @@ class Sequence:
         max_length: maximum number of tokens in its text after the dispatched calls.
         min_length: minimum number of tokens in its text after these calls, unless it ends.
         num_unread: calls whose report has not been read yet.
-        is_resumed: it decoded before, so prefill ends with a token that has already been delivered.
-        has_ended: its end has been delivered.
+        is_resumed: whether it decoded before, so that prefill ends with a token that has already been delivered.
+        has_ended: whether it has ended.
         num_cached: tokens of its prompt that were in the prefix cache when it was first admitted.
         num_kept: tokens of its text that `ExpertRebalancer` has kept.
-        counts: verification passes since it was last admitted, then per draft level proposed and accepted drafts; empty
+        counts: verification passes since it was last admitted, then proposed and accepted drafts per level; empty
             before its first report.
         totals: the same counts since it arrived.
     """
@@ -249,7 +249,7 @@ class Sequence:
     def new(
         cls, id: int, request: Request, rows: NewRows, deliver: Deliver, scored: ScoredText | None = None
     ) -> "Sequence":
-        """Makes the sequence of a request that has just arrived, from its arrays."""
+        """Makes the sequence for a request that has just arrived, given its arrays."""
         return cls(
             id,
             request,

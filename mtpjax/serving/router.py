@@ -1,4 +1,4 @@
-"""A router for decode servers: a streaming ASGI proxy that picks the server with the fewest requests."""
+"""A streaming ASGI proxy that sends each request to the decode server with the fewest running requests."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class Upstream:
 
     Attributes:
         num_running: requests that this router has sent and that have not ended.
-        is_ready: the last check, or the last connection, succeeded.
+        is_ready: whether the last check or the last connection succeeded.
     """
 
     url: httpx.URL
@@ -46,10 +46,10 @@ class Upstream:
 
 
 class Router:
-    """The ASGI application. It handles `/health`; everything else goes to a decode server.
+    """The ASGI application. It answers `/health` itself, and forwards all other requests to a decode server.
 
     Raises:
-        ValueError: an address is not that of an HTTP server, or no address is given.
+        ValueError: an address is not the URL of an HTTP server, or no address is given.
     """
 
     def __init__(self, urls: Sequence[str], *, check_seconds: float = 1.0):
@@ -69,7 +69,7 @@ class Router:
         try:
             request = Request(scope, receive)
             body = await read_bytes(request, MAX_BODY_BYTES, BODY_SECONDS)
-            # If the client disconnects, the server sees its connection close, and ends the request too.
+            # If the client disconnects, the connection to the server is closed too, so the server ends the request.
             await run_while_connected(request, self._try_all(scope, body, send))
         except ApiError as error:
             await error_response(error)(scope, receive, send)
@@ -146,7 +146,7 @@ class Router:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        # Use a new connection per request: a reused one may be dead, and then it is unknown what was sent.
+        # Use a new connection per request. A reused one may be dead, and it would then be unknown what was sent.
         transport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=keepalive_options()
         )
@@ -164,7 +164,7 @@ class Router:
         """Checks periodically whether a server accepts requests."""
         while True:
             try:
-                # With API keys the response is 401, which also means that the server is alive.
+                # With API keys, the response is 401, which also means that the server is alive.
                 response = await self._client.get(upstream.url.copy_with(path="/ready"), timeout=CONNECT_SECONDS)
                 self._mark(upstream, is_ready=response.status_code < 500, reason=f"status {response.status_code}")
             except httpx.HTTPError as error:
@@ -197,10 +197,10 @@ def _chunk(body: bytes) -> Message:
 
 
 def _no_server() -> ApiError:
-    return ApiError("no server accepts requests now", status=503, code="no_server", retry_after=1)
+    return ApiError("no server can accept requests at the moment", status=503, code="no_server", retry_after=1)
 
 
 def _lost(upstream: Upstream, error: Exception) -> ApiError:
     """Logs that a server was lost while it processed a request, and returns the error for the client."""
     _log.error("%s was lost: %r", upstream.url, error)
-    return ApiError("the server that had this request was lost", status=502, code="server_lost")
+    return ApiError("the server that was processing this request was lost", status=502, code="server_lost")

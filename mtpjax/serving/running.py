@@ -45,7 +45,7 @@ def run_requests(
 
     Raises:
         ValueError: the engine rejects a request.
-        EngineClosed: the engine shuts down.
+        EngineClosed: the engine is shutting down.
     """
     waiting = collections.deque(enumerate(requests))
     running: dict[int, int] = {}  # the engine's numbers of the requests, by index

@@ -1,8 +1,8 @@
 """Decides what the engine does next: which requests to admit, which prompts to process, and which rows to decode.
 
-This is host code without arrays. Requests wait in order of arrival. One is admitted when a slot is free and the pool
-has pages for its text; it gets further pages as the text grows. When the pool is full, the newest request gives up its
-pages and waits again (preemption, as in vLLM). It keeps its text so far, and later continues at the same position.
+This is host code without arrays. Requests wait in order of arrival. A request is admitted when a slot is free and the
+pool has pages for its text; it gets further pages as the text grows. When the pool is full, the newest request gives up
+its pages and waits again (preemption, as in vLLM). It keeps its text so far, and later continues at the same position.
 """
 
 import collections
@@ -25,7 +25,7 @@ class Plan:
         prefills: rows whose next chunk is processed, each with the start and end of the chunk.
         saved: rows whose recurrent state is kept when their chunk is processed, each with the snapshot's row.
         advances: the rows that decode, by number of draft levels.
-        constrained: the same as `advances`, for rows with a grammar, which take one round.
+        constrained: the same as `advances`, for rows with a grammar, which decode only one round per call.
         num_rounds: rounds in each call of `advances`.
     """
 
@@ -47,11 +47,11 @@ class SchedulerSettings:
         prefill_chunk: tokens per row in a prefill call.
         prefill_rows: rows per prefill call.
         rounds_per_call: maximum rounds per decoding call.
-        overlap: positions at the end of a shared prefix that prefill processes again: `Drafter.max_shift`.
+        overlap: positions at the end of a shared prefix that prefill processes again (`Drafter.max_shift`).
         num_pages_of: returns the number of pages for a text of this length.
         max_depth: maximum draft levels in a round.
         depth_of: returns the draft levels for this number of decoding rows.
-        shares_prefixes: requests with a common prefix share pages.
+        shares_prefixes: whether requests with a common prefix share pages.
     """
 
     num_slots: int
@@ -100,7 +100,7 @@ class Scheduler:
         self.restart(pools)
 
     def restart(self, pools: list[PagePool]) -> list[Sequence]:
-        """Frees all slots and takes new pools, after the state was lost. Returns the requests that lost their slots."""
+        """Frees all slots and replaces the pools after the state was lost. Returns the requests that had slots."""
         lost = [*self.running, *self._preempted]
         for sequence in lost:
             sequence.slot = sequence.lease = None
@@ -129,7 +129,7 @@ class Scheduler:
         return bool(self.running or self._preempted or any(each.times.started is not None for each in self.waiting))
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a request; a text to score goes first, because its request has already waited."""
+        """Queues a request. A text to score is put first, because its request has already waited."""
         if sequence.scored is None:
             self.waiting.append(sequence)
         else:
@@ -231,10 +231,10 @@ class Scheduler:
         if not self._free_slots[shard]:
             return False
         is_resumed = sequence.num_new > 0
-        # The newest token of a text is pending: the trunk has not processed it.
+        # The newest token of a resumed text is pending, because the trunk has not processed it.
         num_to_prefill = len(sequence.text) - is_resumed
-        # Without sharing, a preempted request must not find its own pages either: a recurrent state may be lost.
-        # Scores need every position.
+        # Without sharing, a preempted request must not find even its own pages, because a recurrent state may be lost.
+        # Scoring must process every position, so it shares no pages.
         can_share = self.settings.shares_prefixes and sequence.scored is None
         known_text = sequence.text[:num_to_prefill] if can_share else []
         num_pages = self._num_pages(num_to_prefill + 1, sequence.limit)

@@ -1,6 +1,6 @@
-"""Log-probabilities of a given text, for `echo` and for clients that compare answers by their likelihood.
+"""Computes the log-probabilities of a given text, for `echo` and for clients that compare answers by likelihood.
 
-A text to score takes a slot and pages like a prompt, and is processed chunk by chunk between the rounds of other texts.
+A text to score uses a slot and pages like a prompt, and is processed chunk by chunk between the rounds of other texts.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ from mtpjax.models.view import Pages, read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 MAX_TOP = 20  # alternatives per token
-MAX_LOGITS = 2**24  # logits that exist at the same time: 64 MiB
-MAX_ATTENTION_SCORES = 2**26  # attention scores of one layer that exist at the same time: 256 MiB
+MAX_LOGITS = 2**24  # logits that exist at the same time (64 MiB)
+MAX_ATTENTION_SCORES = 2**26  # attention scores of one layer that exist at the same time (256 MiB)
 
 
 class ScoredChunk(flax.struct.PyTreeNode):
@@ -39,7 +39,7 @@ class ScoredChunk(flax.struct.PyTreeNode):
 def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
     """Raises ValueError if a text to score is empty or too long, or a token id or `num_top` is out of range."""
     require(1 <= len(tokens) <= max_length, f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
-    require(all(0 <= token < vocab_size for token in tokens), f"the text holds a token id outside 0..{vocab_size - 1}")
+    require(all(0 <= token < vocab_size for token in tokens), f"the text has a token id outside 0..{vocab_size - 1}")
     require(0 <= num_top <= MAX_TOP, f"num_top must be within 0..{MAX_TOP}, got {num_top}")
 
 
@@ -57,7 +57,7 @@ def score_chunk(
     """Runs the trunk over a chunk of each row's text, and scores the tokens that follow.
 
     Args:
-        draft_params: the drafter's own parameters, for the layout of a mesh.
+        draft_params: the drafter's own parameters, of which only the layout on a mesh is used.
         state: the state; donated. Only the trunk's cache changes.
         start: `[P, b]` int32 first position of each row's chunk; the caches hold the positions before it. `NO_START`
             for padding.
@@ -90,13 +90,13 @@ def score_chunk(
 
         def score_pass(carry):
             index, rows, scores = carry
-            # 1. The trunk, over as many positions as the attention scores have room for.
+            # 1. Run the trunk over as many positions as the limit on attention scores allows.
             offset = index * trunk_width
             begin = jnp.minimum(start + offset, rows.length)
             num_valid = jnp.clip(rows.length - begin, 0, trunk_width)
             view = view_pass(rows, model.config, begin, trunk_width, num_used=num_valid, num_valid=num_valid)
             output = apply(read_rows(rows.tokens, begin, trunk_width), view, rows.trunk, method="run_trunk")
-            # 2. The head, over as many of these positions as the logits have room for.
+            # 2. Run the head over as many of these positions at a time as the limit on logits allows.
             given = jax.lax.dynamic_slice_in_dim(targets, offset, trunk_width, axis=1)
             new = jax.tree.map(join, jax.lax.map(score_piece, (split(output.hidden), split(given))))
             place = lambda all_scores, own: jax.lax.dynamic_update_slice_in_dim(all_scores, own, offset, axis=1)
@@ -119,7 +119,7 @@ def score_chunk(
 
 
 def pass_width(width: int, row_size: int) -> int:
-    """Returns the maximum number of positions in one pass of the trunk: a divisor of `width`.
+    """Returns the maximum number of positions in one pass of the trunk, which is a divisor of `width`.
 
     Args:
         width: positions in the chunk.
@@ -129,7 +129,7 @@ def pass_width(width: int, row_size: int) -> int:
 
 
 def piece_size(width: int, row_size: int) -> int:
-    """Returns the maximum number of positions whose logits may exist at the same time: a divisor of `width`.
+    """Returns the maximum number of positions whose logits may exist at the same time, which is a divisor of `width`.
 
     Args:
         width: positions in the pass.

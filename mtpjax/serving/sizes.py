@@ -1,4 +1,4 @@
-"""The sizes of an engine: its settings, and the sizes that follow from them for a model."""
+"""The settings for an engine's sizes, and the sizes that follow from them for a model."""
 
 import dataclasses
 
@@ -19,31 +19,31 @@ class EngineSettings:
 
     Attributes:
         num_slots: maximum number of running requests.
-        max_length: maximum number of tokens in a text, including the prompt; None: the model's
-            `max_position_embeddings`, which also caps it.
+        max_length: maximum number of tokens in a text, including the prompt; None means the model's
+            `max_position_embeddings`, which is also the upper limit.
         page_size: positions per page.
-        num_pages: pages in the pool; None: enough for a text of `max_length` in every slot.
-        prefill_tokens: maximum prompt tokens per call; None: four chunks.
+        num_pages: pages in the pool; None means enough for a text of `max_length` in every slot.
+        prefill_tokens: maximum prompt tokens per call; None means four chunks.
         rounds_per_call: decoding rounds per call; only 1 while a request waits or a prompt is processed. More rounds
             hide more of the host's work.
-        disable_drafts_at: number of decoding rows at which drafting stops; None: never.
-        adapts_depth: each call uses the number of draft levels, up to `num_steps`, that is expected to give the most
-            tokens per second.
-        depth_costs: for `adapts_depth`: durations of a round at depths 0..num_steps, for each of `batch_sizes`; None:
-            measured at the start.
-        batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
+        disable_drafts_at: number of decoding rows at which drafting stops; None means never.
+        adapts_depth: whether each call uses the number of draft levels, up to `num_steps`, that is expected to give the
+            most tokens per second.
+        depth_costs: durations of a round at depths 0..num_steps, for each of `batch_sizes`, used by `adapts_depth`; if
+            None, they are measured at the start.
+        batch_sizes: numbers of rows that programs are compiled for, ascending; None means powers of four.
         max_waiting: maximum number of requests in the queue, in addition to one per slot.
-        max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
-        max_run_seconds: a request that has not ended this long after its arrival ends with "timeout"; None: no limit.
-        max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
-        shares_prefixes: requests with a common prefix share pages.
-        num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests to such models share no
-            prefixes. None: four per slot. No effect on other models.
-        host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. One device only.
+        max_queue_seconds: a request that waits longer ends with "timeout"; None means no limit.
+        max_run_seconds: a request still unfinished this long after arrival ends with "timeout"; None means no limit.
+        max_tick_seconds: a server whose tick takes longer is unhealthy; None means no limit.
+        shares_prefixes: whether requests with a common prefix share pages.
+        num_snapshots: recurrent states that the prefix cache keeps. With 0, requests to models with recurrent layers
+            share no prefixes; None means four per slot. No effect on other models.
+        host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. Requires a single device.
         rebalance_experts_every: ticks between two placements of the experts on a mesh that shards them. A placement
             follows how often texts choose each expert. None disables this. The parameters must have placements
-            (`place_all_layers`), and the engine takes ownership of them: it deletes the arrays of experts that it has
-            moved.
+            (`place_all_layers`), and the engine takes ownership of them, because it deletes the arrays of experts that
+            it has moved.
     """
 
     num_slots: int = 8
@@ -109,14 +109,14 @@ class EngineSizes:
 def resolve_sizes(
     settings: EngineSettings, config: DecodeConfig, drafter: Drafter, model: MTPModel, mesh: Mesh | None, *, limit: int
 ) -> EngineSizes:
-    """Computes an engine's sizes, with its decoder.
+    """Computes an engine's sizes, including its decoder.
 
     Args:
         settings: the requested sizes.
         config: settings that all requests share.
         drafter: the draft method of `config`.
         model: the model, fitted to the mesh.
-        mesh: mesh of the parameters; None: one device.
+        mesh: mesh of the parameters; None for a single device.
         limit: maximum number of tokens in a text that the model allows.
 
     Raises:
@@ -198,7 +198,7 @@ def _make_decoder(
 
 
 def _check_changing_depth(settings: EngineSettings, config: DecodeConfig, decoder: Decoder) -> None:
-    """Raises `ValueError` if the depth depends on load or acceptance, and the settings do not allow that."""
+    """Raises `ValueError` if the depth depends on load or acceptance, but the other settings do not allow that."""
     if settings.disable_drafts_at is None and not settings.adapts_depth:
         return
     require(config.topk <= 1, "draft levels can adapt to load or acceptance only for chains: set topk to 1")

@@ -1,4 +1,4 @@
-"""Snapshots: states of recurrent layers at page boundaries, so that models with linear attention share prefixes too.
+"""Snapshots of recurrent states at page boundaries, so that models with linear attention can share prefixes too.
 
 A page holds an entry per position, but a recurrent layer keeps only its newest state. While a prompt is processed, a
 chunk ends M positions before some page boundaries, where M is `Drafter.max_shift`, and the row's state is copied to a
@@ -22,12 +22,12 @@ from mtpjax.models.decoding_layout import constrain_state, run_on_shards
 from mtpjax.models.parallel import first_row
 from mtpjax.models.view import Entries
 
-NO_ROW = 2**30  # for a shard without a copy: reads any row, writes none
+NO_ROW = 2**30  # for a shard that copies nothing; the copy reads an arbitrary row and writes none
 States = tuple[Entries, ...]  # for each recurrent layer: [rows, ...] per array
 
 
 class SnapshotRows:
-    """The rows of one shard's snapshots: free, reserved by a request, or known by the hash of the text before them.
+    """The rows of one shard's snapshots. Each is free, reserved by a request, or known by the hash of its text.
 
     The state after a text depends only on the text, so a known row is valid until it is dropped.
 
@@ -51,11 +51,11 @@ class SnapshotRows:
         return self._row_of[digest]
 
     def reserve(self) -> int | None:
-        """Takes a free row, or the least recently used one; None: requests have reserved all rows.
+        """Returns a free row or the least recently used one, or None if requests have reserved all rows.
 
-        A restore of that row must have been dispatched before the copy that overwrites it.
+        A restore from that row must be dispatched before the copy that overwrites it.
         """
-        # Prefer a free row: that never costs a later request a prefix hit.
+        # Prefer a free row, because using it never costs a later request a prefix hit.
         if self._free:
             return self._free.pop()
         return self._row_of.popitem(last=False)[1] if self._row_of else None
@@ -97,10 +97,10 @@ def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh
 def copy_rows(
     arrays: tuple[States, States], sources: jax.Array, targets: jax.Array, *, config: ModelConfig
 ) -> tuple[States, States]:
-    """Copies one row per shard: from the state to its snapshots, or back.
+    """Copies one row per shard from the state to its snapshots, or back.
 
-    `arrays` holds the states to read from and those to write to; both are donated, and returned. `sources` and
-    `targets` are `[P]` int32 rows in the first and the second; `NO_ROW` as a target copies nothing.
+    `arrays` contains the states to read and the states to write; both are donated and returned. `sources` and `targets`
+    are the `[P]` int32 rows to read and to write; if the target is `NO_ROW`, nothing is copied.
     """
 
     def copy_shard(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):

@@ -25,12 +25,12 @@ class EngineStatus:
         num_received_pages: pages of the prefix cache that came from a prefill server.
         num_ticks: scheduler iterations that called the device.
         num_steps: verification passes of all rows.
-        proposed: per draft level, passes that drafted it.
-        accepted: per draft level, passes that accepted it.
+        proposed: for each draft level, the number of passes that drafted it.
+        accepted: for each draft level, the number of passes that accepted it.
         num_compilations: programs compiled since the engine was ready.
         compile_seconds: time spent compiling, at the start and since.
-        num_programs_left: programs that a thread still compiles while requests run.
-        num_compile_waits: requests that have waited for one of them.
+        num_programs_left: programs that a thread has yet to compile while requests run.
+        num_compile_waits: requests that have waited for a program.
         num_rebalancings: times that experts moved.
         expert_imbalance: as in `ExpertRebalancer.imbalance`; also nan if the server never moves experts.
     """

@@ -1,4 +1,4 @@
-"""Decodes new tokens to text as they arrive: whole characters only, up to the first stop string."""
+"""Decodes new tokens to text as they arrive, in whole characters and up to the first stop string."""
 
 import dataclasses
 import itertools
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """The text of one token, or a part of it; a character made of several tokens belongs to the last one.
+    """The text of one token, or a part of it. A character made of several tokens belongs to the last of them.
 
     Attributes:
         text: never empty.
-        level: draft level that proposed the token; 0: a bonus token, which the trunk drew itself.
+        level: draft level that proposed the token; 0 for a bonus token, which the trunk drew itself.
     """
 
     text: str
@@ -45,7 +45,7 @@ class TextStream:
         decoder: the tokenizer's incremental decoder.
         stop: stop strings, none of them empty.
         hidden_tokens: tokens that end the text and are not part of it.
-        min_tokens: a stop string that is complete before this number of tokens is ordinary text.
+        min_tokens: a stop string that is completed before this number of tokens is ordinary text.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TextStream:
         self.is_stopped = False  # by a stop string
 
     def push(self, tokens: Iterable[int], levels: Iterable[int] = itertools.repeat(0)) -> Piece:
-        """Takes tokens and their draft levels; returns the text to show now. Ignores tokens after a stop string."""
+        """Adds tokens with their draft levels, and returns the text to show now. Ignores tokens after a stop string."""
         released: list[Span] = []
         before = self.num_tokens
         for token, self._level in zip(tokens, levels, strict=False):

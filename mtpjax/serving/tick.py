@@ -52,7 +52,7 @@ class Ticks:
         for rows in split("admit", plan.admitted):
             self._executor.admit(rows)
         if plan.admitted:
-            # Restore snapshots first: the copies for `plan.saved` below may overwrite their rows.
+            # Restore snapshots first, because the copies for `plan.saved` below may overwrite their rows.
             self._executor.copy_snapshots(plan.restored, to_state=True)
             self._delivery.count_admitted(plan.admitted)
         prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
@@ -79,7 +79,7 @@ class Ticks:
         # 3. The text of rows with a grammar is now known, so their drafts can be masked and verified.
         calls += [self._executor.verify(draft, self._delivery.allowed(draft)) for draft in drafts]
         self.in_flight = calls
-        # 4. Pages that left the pool were copied before this tick's calls.
+        # 4. Store the pages that left the pool, whose copies were started before this tick's calls.
         for host, copies in leaving:
             copies.arrive(host)
 
@@ -106,7 +106,7 @@ class Ticks:
         Raises:
             Exception: `error`, if the engine closes before its state could be rebuilt.
         """
-        _log.error("a call of the engine failed; its requests end", exc_info=error)
+        _log.error("a call of the engine failed; ending its requests", exc_info=error)
         # 1. End the requests. Their slots and pages are lost.
         self.in_flight = []
         session = self._executor.session

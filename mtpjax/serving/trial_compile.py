@@ -1,6 +1,7 @@
-"""Compiles a grammar in a separate process first: llguidance has no time limit, and threads cannot be stopped.
+"""Compiles a grammar in a separate process first, because llguidance has no time limit and threads cannot be stopped.
 
-A JSON schema of 2 kB can take minutes: the patterns of `allOf` and of `patternProperties` are compared with each other.
+A JSON schema of 2 kB can take minutes, because the patterns in `allOf` and in `patternProperties` are compared with
+each other.
 The process runs this file as a script, without the package.
 """
 
@@ -24,12 +25,12 @@ class TrialCompile:
         self._idle: list = []
 
     def __call__(self, grammar: str, limits: dict[str, int], seconds: float) -> None:
-        """Compiles a grammar. Errors in it are not reported here, but when the caller compiles it again.
+        """Compiles a grammar. Errors in it are reported only when the caller compiles it again.
 
         Args:
             grammar: from `llguidance.LLMatcher.grammar_from_json_schema` or `grammar_from_regex`.
             limits: arguments of `llguidance.LLParserLimits`.
-            seconds: CPU time that it may take.
+            seconds: CPU time limit.
 
         Raises:
             WorkerEnded: the compilation exceeds a limit. The code is -SIGPROF for the CPU time limit, and None for the
@@ -54,7 +55,7 @@ class TrialCompile:
             worker.close()
 
     def kill(self) -> None:
-        """Ends the processes at once, even while compiling a grammar, which then fails."""
+        """Ends the processes at once, even if one is compiling a grammar, which then fails."""
         for worker in self._workers:
             worker.kill()
 
@@ -70,7 +71,7 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         limits = llguidance.LLParserLimits(**request["limits"])
-        # Without a handler the signal ends the process, even during a long computation.
+        # Without a handler, the signal ends the process, even during a long computation.
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         llguidance.LLMatcher.validate_grammar(request["grammar"], limits=limits)
         signal.setitimer(signal.ITIMER_PROF, 0)

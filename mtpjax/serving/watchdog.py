@@ -20,7 +20,7 @@ class Watchdog:
         busy_since: returns the time (`time.monotonic`) at which the engine's current tick started; None while it waits.
         timeout: seconds after which `on_timeout` is called, once. After half that time, the stacks of all threads are
             written to stderr.
-        on_timeout: called with the seconds; None: log an error and end the process with exit code 1.
+        on_timeout: called with the tick's duration in seconds; None logs an error and ends the process with code 1.
 
     Attributes:
         num_slow: ticks that took longer than half the timeout.

@@ -1,4 +1,4 @@
-"""Training of trunks and MTP modules: settings, losses, update steps, run folders and evaluation.
+"""Training of trunks and drafters, including settings, losses, update steps, run folders and evaluation.
 
 The names in `__all__` are for custom training loops, callbacks and objectives.
 """

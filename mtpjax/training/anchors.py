@@ -1,8 +1,8 @@
-"""Anchors for training block drafters: DFlash and DSpark train on one block after each anchor.
+"""Draws anchors for the block drafters DFlash and DSpark, which train on one block of drafts after each anchor.
 
-The anchor is the pending token, at column a of a packed row. Level k of its block predicts token a+k. Terms and masks
-keep the layout of MTP depths, in which position i of depth k predicts token i+k+1. An anchor's block is therefore
-stored at position a-1, and all other positions are invalid.
+An anchor plays the role of decoding's pending token, at column a of a packed row. Level k of its block predicts token
+a+k. Terms and masks keep the layout of MTP depths, in which position i of depth k predicts token i+k+1. An anchor's
+block is therefore stored at position a-1, and all other positions are invalid.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MAX_ANCHORS = 512  # per row, by default (DFlash, 2602.06036)
 
 
 def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
-    """Draws anchors in each row uniformly, without replacement, from the columns whose first draft has a valid target.
+    """Draws each row's anchors uniformly, without replacement, from the columns whose first draft has a valid target.
 
     Args:
         is_valid: `[B, T]` bool, valid targets of depth 1.
@@ -34,7 +34,7 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
 def to_rows(values: jax.Array, anchors: jax.Array, num_columns: int) -> jax.Array:
     """Scatters one value per anchor into rows of zeros: `[K, B, A]` to `[K, B, T]`."""
     batch = jnp.arange(len(anchors))[:, None]
-    rows = jnp.where(anchors > 0, anchors - 1, num_columns)  # no anchor (0): out of bounds, so dropped
+    rows = jnp.where(anchors > 0, anchors - 1, num_columns)  # 0 means no anchor; scatter drops indices out of bounds
     zeros = jnp.zeros((len(values), len(anchors), num_columns), values.dtype)
     return zeros.at[:, batch, rows].set(values, mode="drop")
 
@@ -73,10 +73,10 @@ def anchor_terms(
         The terms: cross-entropy `[1 + K, B, T]`, KL and overlap `[K, B, T]`.
     """
     (B, A), T, K = anchors.shape, targets.shape[2], len(output.mtp_logits)
-    # 1. The trunk, at all positions.
+    # 1. Compute the trunk's terms at all positions.
     trunk = compute(DepthsOutput(output.logits, output.hidden, (), ()), targets[:1])
-    # 2. All drafts of a row become the positions of one depth: `compute` compares its position r with position r + 1
-    # of the trunk. The trunk predicts token a + k in column a + k - 1.
+    # 2. Treat all drafts in a row as the positions of one depth. `compute` compares its position r with the trunk's
+    # position r + 1. The trunk predicts token a + k in column a + k - 1.
     columns = jnp.clip(anchors[:, :, None] + jnp.arange(K)[None, None], 0, T - 1).reshape(B, A * K)
 
     def of_trunk(array: jax.Array) -> jax.Array:
@@ -91,7 +91,7 @@ def anchor_terms(
         (of_levels(output.mtp_logits),),
         (of_levels(output.mtp_hidden),),
     )
-    # The depths' targets at position a - 1.
+    # Take the depths' targets at position a - 1.
     rows = jnp.broadcast_to(jnp.maximum(anchors - 1, 0)[None], (K, B, A))
     drafted = jnp.moveaxis(jnp.take_along_axis(targets[1:], rows, axis=2), 0, 2).reshape(B, A * K)
     drafted = jnp.pad(drafted, ((0, 0), (0, 1)))

@@ -1,4 +1,4 @@
-"""Callbacks: user code that a run calls after updates, evaluations and saves."""
+"""Callbacks are user code that a run calls after updates, evaluations and saves."""
 
 import dataclasses
 import pathlib
@@ -21,10 +21,10 @@ class TrainEvent:
         metrics: after an update, `loss` (the training loss), `losses` (`[1 + num_depths]` cross-entropies of trunk and
             depths in nats), `gradient_norm`, `is_finite`, `learning_rate` and `mtp_scale`. After an
             evaluation, the panel as in `metrics.jsonl`. After a save, the metrics of the last update, if there was one.
-        state: parameters, with stacked trunk layers, and optimiser state. Valid only during the call: the next update
-            reuses its memory, so copy what you keep.
-        path: after a save, the folder that was written: a training state, or at the end `checkpoint/` or `drafter/`.
-            None after other events, and in processes that write nothing.
+        state: parameters, with stacked trunk layers, and optimiser state. Valid only during the call, because the next
+            update reuses its memory; copy what you want to keep.
+        path: after a save, the folder that was written, which is a training state, or `checkpoint/` or `drafter/` at
+            the end. None after other events, and in processes that write nothing.
 
     Example:
         >>> from mtpjax.training import TrainEvent
@@ -44,9 +44,9 @@ class TrainEvent:
 class Callback:
     """Base class of callbacks. Override the methods that you need, and pass instances to `mtpjax.train`.
 
-    A method that returns True requests a stop. The run then ends as if it had reached `steps`: it saves the model,
-    evaluates, and returns its result. `--resume` continues it. An exception ends the run after its state is saved. In a
-    run with several processes, every process calls its callbacks, and a stop request in one process stops all of them.
+    A method that returns True requests a stop. The run then ends as if it had reached `steps`, so it saves the model,
+    evaluates, and returns its result. `--resume` continues the run. An exception ends the run after its state is saved.
+    In a run with several processes, every process calls its callbacks, and a stop request in one process stops all.
 
     Example:
         >>> from mtpjax.training import Callback
@@ -64,7 +64,7 @@ class Callback:
         """Runs after each evaluation. After the last one, a stop request has no effect."""
 
     def after_save(self, event: TrainEvent) -> bool | None:
-        """Runs after each saved training state, and at the end after the trained model is saved."""
+        """Runs after each training state is saved, and after the trained model is saved at the end."""
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:

@@ -1,4 +1,4 @@
-"""Compares runs side by side: differing settings, final losses and acceptance. Reads only the run folders."""
+"""Compares the settings, final losses and acceptance of several runs side by side. Reads only the run folders."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ class RunRecord:
 
     @property
     def last_evaluation(self) -> dict[str, Any]:
-        """Returns the row of the newest evaluation."""
+        """The row of the newest evaluation."""
         return next(row for row in reversed(self.history) if "eval" in row)
 
 
@@ -65,7 +65,7 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
         with their differences from the first run.
     """
     names = short_names(runs)
-    # Settings: one row per key whose value is not the same in all runs.
+    # Add one row for each setting whose value is not the same in all runs.
     settings_table = narrow_table("settings that differ")
     settings_table.add_column("setting", overflow="fold")
     for name in names:
@@ -80,7 +80,7 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
     if timed:
         yield verdict([row.get("problem") for _, _, row in timed], max(row.get("waited") or 0.0 for _, _, row in timed))
     yield from (f"{name}, {kind}: {row['problem']}" for name, kind, row in timed if row.get("problem"))
-    # Metrics: one row per name that any run has. Runs with fewer draft levels or prompt categories show "-".
+    # Add one row for each metric that any run has. Runs with fewer draft levels or prompt categories show "-".
     metrics_table = narrow_table("at the last evaluation" + " (difference from the first run)" * (len(runs) > 1))
     metrics_table.add_column("", overflow="fold")
     for name in names:
@@ -105,12 +105,12 @@ def _metrics(run: RunRecord) -> dict[str, float]:
     """Returns the metrics of a run's last evaluation by name, in the order of the table."""
     last = run.last_evaluation
     panel, found = last["eval"], {"updates": last["step"], "seconds": last["seconds"]}
-    # Teacher-forced: the loss of the trunk (level 0) and of each draft level, then the rates of each level.
+    # Add the teacher-forced losses of the trunk (level 0) and of each draft level, then the rates of each level.
     for level, bits in enumerate(panel["bits_per_token"]):
         found["bits per token, " + (f"draft {level}" if level else "trunk")] = bits
     for name, title in (("agreement", "agreement"), ("survival", "survival"), ("overlap", "1 - TV")):
         found |= {f"{title}, level {level}": value for level, value in enumerate(panel.get(name, ()), start=1)}
-    # Decoded: accept lengths per prompt category, greedy and sampled.
+    # Add the decoded accept lengths per prompt category, greedy and sampled.
     for category, kinds in panel.get("decoded", {}).items():
         for kind, row in kinds.items():
             place = kind if category == "overall" else f"{category}, {kind}"
@@ -147,6 +147,6 @@ def _different_settings(runs: Sequence[RunRecord]) -> Iterator[tuple[str, ...]]:
 
 
 def short_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns the runs' names for tables and plots: the folder names, or the full paths if those are not unique."""
+    """Returns the names of runs in tables and plots, which are folder names or, if these are not unique, full paths."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]

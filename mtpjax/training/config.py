@@ -1,4 +1,4 @@
-"""The settings of a training run: `TrainConfig`, frozen and hashable."""
+"""Defines `TrainConfig`, the frozen and hashable settings of a training run."""
 
 import dataclasses
 import math
@@ -16,8 +16,8 @@ from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 from mtpjax.training.objective import Objective
 
-MAX_LEARNING_RATE = 100.0  # far above any real value: a larger value is a typo
-MAX_DEPTHS = 64  # each depth is compiled; many more would take hours
+MAX_LEARNING_RATE = 100.0  # far above any real value, so a larger value is a typo
+MAX_DEPTHS = 64  # each depth is compiled, so many more would take hours
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
 # Settings of every drafter with separate files; a method may add more (`DraftTraining.settings`).
 DRAFTER_SETTINGS = ("draft_init_from", "draft_reading", "draft_vocab_size")
@@ -40,8 +40,7 @@ DEPTH_SETTINGS = ("attention_layout", "mtp_loss_scale", "mtp_loss_scale_final", 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a training run, which ends after `steps` updates or `seconds` of wall-clock time, whichever comes
-    first, but not before `min_steps` updates.
+    """Settings of a training run, which ends after `steps` updates or `seconds` of wall-clock time, whichever is first.
 
     Args:
         preset: name of the architecture in `mtpjax.presets`.
@@ -59,13 +58,13 @@ class TrainConfig:
             (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts, or your own method, as
             `package.module:RECORD`.
         draft_init_from: drafter to continue training, instead of a new one: a folder or a Hugging Face Hub repository
-            that `mtpjax.load_drafter` reads, or the run folder that trained it. It keeps its architecture and draft
-            vocabulary, so leave out the other `draft_*` settings or set them to the drafter's values. `num_depths` must
-            equal the number of Medusa heads, or the number of drafts in a block.
+            that `mtpjax.load_drafter` reads, or the run folder in which it was trained. It keeps its architecture and
+            draft vocabulary, so leave out the other `draft_*` settings or set them to the drafter's values.
+            `num_depths` must equal the number of Medusa heads, or the number of drafts in a block.
         draft_reading: arguments of `load_drafter` that say how to read `draft_init_from`, such as
             `{"aux_layers": "output"}`, as a dict or as pairs. On the command line: `draft_reading.aux_layers=output`.
-        draft_vocab_size: number of tokens that a new drafter can draft, which are the most frequent ones in the
-            training rows. 0: all tokens.
+        draft_vocab_size: size of a new drafter's draft vocabulary, which has the most frequent tokens of the training
+            rows. 0: all tokens.
         draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read. With L layers, L means the output
             of the last layer, and L + 1 the output of the final norm. (): for EAGLE-3, layers 2, L / 2 and L - 3, or
             layers at thirds of a trunk with fewer than 7 layers; for the others, five layers from 2 to L - 2, or from 1
@@ -122,7 +121,7 @@ class TrainConfig:
         keep_states: number of saved states to keep. Older ones are deleted.
         max_consecutive_bad_steps: number of consecutive updates with a non-finite loss or gradient after which the run
             stops.
-        panel_prompts: number of held-out prompts to decode at the end of the run. A part of them is also decoded during
+        panel_prompts: number of held-out prompts to decode at the end of the run. Some of them are also decoded during
             the run. 0: decode none.
         panel_acceptance: acceptance rule for the decoded prompts, as in `DecodeConfig`. It must allow temperature 1.
         accumulation: number of microbatches per update, which run one after the other. This saves memory and changes
@@ -226,13 +225,13 @@ class TrainConfig:
             isinstance(self.objective, Objective),
             f"objective must be an Objective, not {printable(repr(self.objective), 80)}",
         )
-        # Default mix: learn from the data if the draft losses change the trunk, else imitate the trunk.
+        # By default, learn from the data if the draft losses change the trunk, and imitate the trunk otherwise.
         mix = {"cross_entropy" if self.trains == "all" else "kl": 1.0}
         if not self.objective.mix:
             object.__setattr__(self, "objective", dataclasses.replace(self.objective, mix=mix))
         is_used = self.num_depths > 0 or self.objective == Objective(mix=mix)
         require(is_used, "objective is unused: it needs num_depths above 0")
-        # Settings that need others.
+        # Check settings that need other settings.
         require(self.num_depths > 0 or self.trains == "all", f"trains={self.trains!r} needs num_depths of at least 1")
         object.__setattr__(self, "plot_formats", tuple(self.plot_formats))
         for name in self.plot_formats:
@@ -245,21 +244,21 @@ class TrainConfig:
         )
         require(
             self.trunk_states is None or self.trains == "modules",
-            f"trunk_states need a frozen trunk: set trains to 'modules', not '{self.trains}'",
+            f"trunk_states needs a frozen trunk: set trains to 'modules', not '{self.trains}'",
         )
 
     @property
     def draft_method(self) -> DraftMethod:
-        """Returns the `DraftMethod` that `drafter` selects."""
+        """The `DraftMethod` that `drafter` selects."""
         return find_method(self.drafter)
 
     @property
     def model_config(self) -> ModelConfig:
-        """Returns the architecture of new weights: the preset, overridden by the fields in `model`."""
+        """The architecture of new weights, which is the preset overridden by the fields in `model`."""
         return override_config(presets[self.preset], model_changes(self.model))
 
     def _check_model(self):
-        """Checks the architecture. A checkpoint fixes it: only MTP modules can be added."""
+        """Checks the architecture. A checkpoint fixes it, except that MTP modules can be added."""
         if isinstance(self.model, ModelConfig):
             require(self._is_default("preset"), f"preset '{self.preset}' is unused: `model` is a complete architecture")
         changes = model_changes(self.model)

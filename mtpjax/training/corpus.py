@@ -1,4 +1,4 @@
-"""Reads a run's training data: packs the documents of its sources into rows, and holds some documents out."""
+"""Reads a run's training data, packs its documents into rows, and holds some documents out."""
 
 import dataclasses
 import pathlib
@@ -56,18 +56,18 @@ class Corpus(NamedTuple):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of the run."""
+        """The tokenizer of the run."""
         return self.file_tokenizer or ByteTokenizer()
 
     @property
     def fingerprint(self) -> str:
-        """Returns a digest of everything that determines the rows."""
+        """Digest of everything that determines the rows."""
         return self.summary["fingerprint"]
 
     def batches(self, batch_size: int, *, seed: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Yields batches of training rows endlessly, as a run of `mtpjax.train` uses them.
+        """Yields an endless sequence of training batches, in the order in which `mtpjax.train` uses them.
 
-        The n-th batch depends only on the rows, `seed` and n, so a resumed loop passes as `start` the number of
+        The n-th batch depends only on the rows, `seed` and n. A resumed loop therefore sets `start` to the number of
         batches that it has already used.
 
         Args:
@@ -92,7 +92,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     Args:
         config: the settings.
         vocab_size: the model's vocabulary size, which must cover the tokenizer's ids.
-        num_depths: number of draft depths, each of which needs targets.
+        num_depths: number of draft depths; the rows must contain targets for every depth.
 
     Returns:
         The corpus.
@@ -124,7 +124,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     file_tokenizer = None if folder is None else HuggingFaceTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file_tokenizer or ByteTokenizer()
     sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
-    # The packing seed is fixed: runs with different seeds then have the same rows and can share cached trunk states.
+    # The packing seed is fixed, so that runs with different seeds have the same rows and can share cached trunk states.
     packing = {"eos_token_id": end_token_id(tokenizer), "seed": 0}
     source_rows, held_out, readings = [], [], []
     for source in sources:
@@ -155,7 +155,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         documents = [each for reading in readings for each in reading.documents]
         held_out_rows = pack(documents, config.row_length, **packing)
     panel_rows = next(shuffled_batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=0))
-    # A depth without targets would always have loss 0: reject it before the run compiles.
+    # A depth without targets would always have loss 0, so reject it before the run compiles.
     _check_targets(source_rows, num_depths, "the training rows")
     _check_targets([panel_rows], num_depths, "the held-out rows")
     digest = fingerprint(sources, readings, tokenizer, vocab_size=vocab_size)
@@ -187,7 +187,7 @@ def _print_reading(source: Source, reading: SourceContents, reserved: Sequence[D
 
 
 def _check_targets(row_sets: Sequence[Batch], num_depths: int, what: str) -> None:
-    """Raises `ValueError` if a depth has no target: its loss would always be 0."""
+    """Raises `ValueError` if a depth has no target, because its loss would always be 0."""
     counts = np.sum([count_targets(rows, num_depths) for rows in row_sets], axis=0)
     if counts.all():
         return

@@ -60,7 +60,7 @@ def read_training_cost(folder) -> TrainingCost | None:
 def seconds_per_update(history: Sequence[Mapping[str, Any]]) -> float | None:
     """Computes the median duration of an update over the intervals between a run's logged updates.
 
-    Returns seconds; None with fewer than two logged updates.
+    Returns the duration in seconds, or None if fewer than two updates are logged.
     """
     # Rows with losses are the logged updates; the other rows are evaluations.
     logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)

@@ -1,9 +1,9 @@
-"""Training on a mesh: rows are sharded over all devices, parameters and optimiser state over the axis "fsdp".
+"""Shards the rows of a training run over all devices, and parameters and optimiser state over the axis "fsdp".
 
 A trunk layer is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
-(`mtpjax.models.sharding.gather_layers`). The backward pass also reduce-scatters its gradients. Embedding, head and MTP
-modules are gathered once per update. Experts are also sharded over the axis "expert": rows are sent to the experts, and
-experts are not gathered.
+(`mtpjax.models.sharding.gather_layers`). The backward pass also reduce-scatters the layer's gradients. The embedding,
+the head and the MTP modules are gathered once per update. Experts are also sharded over the axis "expert". They are not
+gathered; instead, rows are sent to them.
 """
 
 import functools
@@ -51,7 +51,7 @@ def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransf
     def is_masked(leaf):
         return isinstance(leaf, optax.MaskedNode)
 
-    # Walk over the optimiser state: leaves that correspond to a parameter take its sharding, others are replicated.
+    # In the optimiser state, leaves that correspond to a parameter get its sharding, and all others are replicated.
     optimizer_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda leaf, param: leaf if is_masked(leaf) else jax.device_put(leaf, param.sharding),
@@ -64,7 +64,7 @@ def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransf
 
 
 def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh, *, trains: str) -> Callable[..., Any]:
-    """Turns a gradient function for one device's rows into one for a batch that is sharded over the mesh.
+    """Turns a gradient function for one device's rows into a gradient function for a batch sharded over the mesh.
 
     The returned function takes the arguments of `compute_gradients`. It returns the loss and losses of the whole batch,
     and gradients that are sharded like their parameters.

@@ -1,4 +1,4 @@
-"""The decoded part of the acceptance panel: decodes held-out prompts during and after training."""
+"""Decodes held-out prompts during and after training, for the acceptance panel."""
 
 import dataclasses
 import logging
@@ -30,7 +30,7 @@ from mtpjax.training.corpus import Corpus
 from mtpjax.training.panel import KIND_TEMPERATURES, DecodedMetrics
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
-PROMPTS_PER_BATCH = 32  # prompts per batch, each at both temperatures
+PROMPTS_PER_BATCH = 32  # prompts per batch, each decoded at both temperatures
 COST_TIMINGS = 7  # timings of a round's parts at the end of a run
 MAX_TIME_SHARE = 0.05  # maximum fraction of the run's time to spend on decoding during training
 FIRST_DECODING_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
@@ -40,12 +40,12 @@ log = logging.getLogger("mtpjax.train")
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    An evaluation during the run decodes one batch of prompts, unless decoding would take more than the fraction
-    `MAX_TIME_SHARE` of the run's time in total. The last one decodes all prompts and also measures a round's costs.
+    An evaluation during the run decodes one batch of prompts, unless the total decoding time would exceed the fraction
+    `MAX_TIME_SHARE` of the run's time. The last evaluation decodes all prompts and measures a round's costs.
 
     Args:
         corpus: the data of the run.
-        model: the model as it trains, with stacked layers for MTP modules.
+        model: the model in its form for training, with stacked layers if MTP modules are trained.
         num_depths: number of draft levels; 0: decode nothing.
         max_prompts: maximum number of prompts.
         acceptance: the acceptance rule, as in `DecodeConfig`.
@@ -69,14 +69,14 @@ class PanelDecoder:
         max_positions = model.config.max_position_embeddings
         new_tokens = min(NEW_TOKENS, max_positions // 2)
         length = max(1, min(PROMPT_TOKENS, max_positions - new_tokens - num_depths))
-        # Columns of the head beyond the tokenizer's ids only pad it, and decoding must not choose them.
+        # Head columns beyond the tokenizer's ids are only padding, and decoding must not choose them.
         num_tokens = min(corpus.file_tokenizer.num_tokens, model.config.vocab_size) if corpus.file_tokenizer else 0
         self.model = MTPModel(
             dataclasses.replace(model.config, num_tokens=num_tokens), implementation=model.implementation
         )
         self.prompts = draw_prompts(corpus.held_out, max_prompts, length=length, seed=0) if num_depths else []
         self.config = DecodeConfig(
-            allow_copies=True,  # the run's mesh need not suit decoding
+            allow_copies=True,  # because the run's mesh may not suit decoding
             max_new_tokens=new_tokens,
             num_steps=num_depths,
             acceptance=acceptance,
@@ -88,7 +88,7 @@ class PanelDecoder:
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 
     def is_within_time_share(self, seconds: float) -> bool:
-        """Returns whether decoding once more keeps its total within the allowed share of the run's `seconds` so far."""
+        """Returns whether one more decoding keeps the total within its share of the run's `seconds` so far."""
         return self.seconds_spent + self.expected_seconds <= MAX_TIME_SHARE * seconds
 
     def measure(self, params: dict, *, is_last: bool) -> dict[str, dict[str, DecodedMetrics]]:
@@ -99,8 +99,8 @@ class PanelDecoder:
 
         Returns:
             Metrics by category ("overall" first) and kind ("greedy", "sampled"). Empty if there are no prompts or draft
-            levels. Also empty, with a warning, if the device runs out of memory: a failed evaluation must not end the
-            run.
+            levels. Also empty, with a warning, if the device runs out of memory, because a failed evaluation must not
+            end the run.
         """
         batch_prompts = min(PROMPTS_PER_BATCH, len(self.prompts))
         if not batch_prompts:
@@ -114,7 +114,7 @@ class PanelDecoder:
             sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
             decoding_mesh = make_mesh(sizes, list(mesh.devices.flat))
             model, params = shard_for_decoding(model, params, decoding_mesh, allow_copies=True)
-        # Only full batches, so that decoding compiles for one batch size.
+        # Use only full batches, so that decoding compiles for one batch size.
         chosen = self.prompts[: len(self.prompts) // batch_prompts * batch_prompts if is_last else batch_prompts]
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
@@ -131,7 +131,7 @@ class PanelDecoder:
 
     def _decode(self, model: MTPModel, params: dict, chosen, batch_size: int):
         """Returns the metrics by category and kind, with the rounds `[P]` and accepted drafts `[P, K]` of each."""
-        # Every prompt appears once per temperature: greedy and sampled rows share the batches.
+        # Every prompt appears once per temperature, so greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
         temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))
         draft_params = None if self.drafter is None else DraftParams.of(params)

@@ -1,4 +1,4 @@
-"""Loss and gradients for part of a batch, as shares that add up to the loss and gradients of the whole batch."""
+"""Computes loss and gradients for part of a batch, as shares that add up to the values for the whole batch."""
 
 import dataclasses
 import functools
@@ -30,18 +30,18 @@ from mtpjax.training.train_state import trainable_params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """The static settings of `train_step`: what it trains and how. Hashable.
+    """The static and hashable settings of `train_step`, which determine what it trains and how.
 
     Attributes:
         model: the model with stacked layers; for a drafter, its unrolled trunk.
         num_depths: number of draft depths with a loss.
         trains: the trained part, as in `TrainConfig`. With "modules", the frozen parameters have no backward pass.
         objective: the draft losses.
-        objective_function: computes the loss from `LossInputs`, instead of `objective`.
+        objective_function: custom function that computes the loss from `LossInputs` and replaces `objective`.
         attention_layout: "ttt" or "stream", as in `TrainConfig`.
         accumulation: number of microbatches that run one after the other. The gradients are the same up to rounding;
             the LK hybrid needs an additional forward pass.
-        mesh: shards the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
+        mesh: device mesh over which the rows are sharded (`mtpjax.training.data_parallel`); None: one device.
         drafter: the drafter that trains instead of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
         num_anchors: maximum number of anchors per row, for a drafter that draws them.
         seed: random seed for the anchors, which depend only on this seed and on the step.
@@ -147,8 +147,9 @@ def loss_and_gradients(
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
     if spec.accumulation == 1:
         return differentiate(trainable, batch)
-    # A microbatch does not know the batch's overlap, so the LK hybrid takes an extra forward pass over all of them.
-    # The alternative, keeping two gradients per depth until w is known, would cost the memory that accumulation saves.
+    # The overlap of the whole batch is unknown within a microbatch, so the LK hybrid needs an extra forward pass over
+    # all microbatches. The alternative, keeping two gradients per depth until w is known, would cost the memory that
+    # accumulation saves.
     parts, overlap = split_rows(batch, spec.accumulation), jnp.zeros(spec.num_depths)
     if "lk_hybrid" in objective.names:
         overlap = sum_over_devices(sum_over_parts(lambda rows: overlap_of(forward_of(trainable, rows)), parts))
@@ -192,7 +193,7 @@ def sum_over_parts(function: Callable[[Any], Any], parts: Any) -> Any:
     Args:
         parts: pytree of arrays `[parts, ...]`.
     """
-    # Only the shapes of the sum; nothing is computed.
+    # Get only the shapes of the sum, without computing it.
     first = jax.tree.map(lambda array: array[0], parts)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, first))
 
@@ -205,7 +206,7 @@ def sum_over_parts(function: Callable[[Any], Any], parts: Any) -> Any:
 def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spec: TrainSpec) -> PositionTerms:
     """Computes the terms from logits, or from hidden states and heads if `vocab_chunk` is set.
 
-    In the second case nothing reads the logits in `output`, and jit removes their computation.
+    In the second case nothing reads the logits in `output`, so jit removes their computation.
     """
     model, drafter, vocab_chunk = spec.model, spec.drafter, spec.objective.vocab_chunk
     # A custom objective may read KL and overlap even if the configured one does not. A confidence head learns to
@@ -225,7 +226,7 @@ def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spe
     elif model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
         head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]
-    # A shared head gets gradients only from the trunk's loss: the depths read it through `stop_gradient`.
+    # A shared head gets gradients only from the trunk's loss, because the depths read it through `stop_gradient`.
     elif spec.trains == "detached":
         heads, head_of = [heads[0], jax.lax.stop_gradient(heads[0])], [0, *[1] * num_depths]
     # The kernels need heads of equal width; a Markov head makes the drafter's head wider than the trunk's.

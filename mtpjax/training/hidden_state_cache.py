@@ -42,7 +42,7 @@ MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 26
 PROGRESS_INTERVAL = 5.0  # seconds between progress lines
-# Manifest key -> how messages describe a difference.
+# Maps each key of the manifest to the words with which messages describe a difference.
 MISMATCH_MESSAGES = {
     "trunk": "of a trunk with different parameters",
     "config": "of a trunk with a different configuration",
@@ -53,14 +53,14 @@ log = logging.getLogger("mtpjax.train")
 
 
 class HiddenStateCacheError(UsageError):
-    """A folder holds hidden states for a different trunk or different rows, or is not such a cache."""
+    """A folder holds hidden states for a different trunk or different rows, or is not a cache of hidden states."""
 
 
 class HiddenStateCache:
     """Reads cached hidden states of rows `[R, T]`.
 
     Args:
-        files: for each block, in order, one file per kind of state. They are memory-mapped.
+        files: the files of each block, in order, with one file per kind of state. They are memory-mapped.
         dtype: dtype of the states.
         rows_per_block: number of rows in every block except the last, which may have fewer.
     """
@@ -72,7 +72,7 @@ class HiddenStateCache:
     def take(self, row_indices: np.ndarray) -> np.ndarray:
         """Returns the states for `row_indices [B]`, laid out as in `trunk_states`.
 
-        The shape is `[B, T, (n + 1) * D]`: the states of the n layers, then the final ones.
+        The shape is `[B, T, (n + 1) * D]`, with the states of the n layers first and the final states last.
         """
         size = self.rows_per_block
         return np.stack(
@@ -81,7 +81,7 @@ class HiddenStateCache:
 
 
 def bytes_per_token(model: MTPModel, dtype: str, layer_ids: tuple[int, ...] = ()) -> int:
-    """Returns the disk space that the states of one token take, in bytes."""
+    """Returns how many bytes of disk space the states of one token take."""
     return (len(layer_ids) + 1) * model.config.hidden_size * jnp.dtype(dtype).itemsize
 
 
@@ -96,14 +96,14 @@ def open_hidden_state_cache(
     layer_ids: tuple[int, ...] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> HiddenStateCache:
-    """Opens the cache in a folder: checks its blocks against their digests, and computes missing or damaged ones.
+    """Opens the cache in a folder, checks its blocks against their digests, and computes missing or damaged blocks.
 
     In float32 on a CPU, training steps give the same bits as without the cache, if the cache was computed with the same
     batch size by a run that reads the same layers. Other batch sizes round differently, and so do stacked layers, which
-    runs of MTP modules use. If another process is working on the folder, this one waits.
+    runs that train MTP modules use. If another process is working on the folder, this one waits.
 
     Args:
-        folder: the folder, which is made if it does not exist.
+        folder: the folder, which is created if it does not exist.
         rows: packed rows `[R, T]`.
         should_stop: returns whether a stop signal has arrived; called before each block.
 
@@ -121,7 +121,7 @@ def open_hidden_state_cache(
         size, digests = manifest["rows_per_block"], manifest["blocks"]
         names = _file_names(manifest, rows, layer_ids)
         missing = [number for number, files in enumerate(names) if not digests.keys() >= set(files)]
-        # Record each block in the manifest as soon as it is complete, so that an interruption loses one block at most.
+        # Record each block in the manifest as soon as it is complete, so that an interruption loses at most one block.
         with _block_progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
             for done, number in enumerate(missing, len(names) - len(missing)):
                 if distributed.any_process(should_stop()):
@@ -131,7 +131,7 @@ def open_hidden_state_cache(
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
                 states = _compute_block(params, block, model, batch_size, dtype, layer_ids)
                 if distributed.is_main_process():
-                    # Existing files are kept: another run may have mapped them.
+                    # Keep existing files, because another run may have mapped them.
                     for name, part in zip(names[number], np.split(states, len(layer_ids) + 1, axis=-1), strict=True):
                         if name not in digests:
                             digests[name] = _write_block(folder / name, np.ascontiguousarray(part))
@@ -177,7 +177,7 @@ class _StackedLayers:
 def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
     """Returns everything that determines the states: trunk, configuration, rows and dtype."""
     trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name) and name != DRAFT_IDS}
-    # MTP modules train with stacked layers, other drafters with unrolled ones: use the unrolled names for both.
+    # MTP modules train with stacked layers and other drafters with unrolled ones, so use the unrolled names for both.
     if model.scan_layers:
         stacked = jax.tree.map(_StackedLayers, trunk["trunk"])
         trunk = unstack_layers({**trunk, "trunk": stacked}, model.config)
@@ -187,7 +187,7 @@ def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> d
         for name, value in model.config.to_dict().items()
         if "mtp" not in name or name == "mtp_hidden_post_norm"
     }
-    # The loss mask is left out: runs with different targets have the same states.
+    # Leave out the loss mask, because runs with different targets have the same states.
     leaves = jax.tree_util.tree_leaves_with_path(trunk)
     identity = {
         "trunk": _digest({jax.tree_util.keystr(path): leaf for path, leaf in leaves}),

@@ -100,7 +100,7 @@ def new_drafter(config: TrainConfig, trunk: ModelConfig) -> TrainedDrafter:
     assert method.training is not None
     if config.draft_vocab_size > V:
         raise ValueError(f"draft_vocab_size {config.draft_vocab_size} exceeds the vocabulary size {V}")
-    # 0: the full vocabulary.
+    # 0 means the full vocabulary.
     return method.for_architecture(method.training.architecture(config, trunk, config.draft_vocab_size or V))
 
 
@@ -120,7 +120,7 @@ def fit_to_data(
     counts = np.zeros(V, np.int64)
     for rows in corpus.source_rows:
         counts += np.bincount(rows.tokens[(rows.segment_ids > 0) & rows.loss_mask], minlength=V)
-    # Every text must be able to end.
+    # Keep the end-of-text tokens, so that every text can end.
     ends = [token for token in corpus.tokenizer.eos_token_ids if token < V]
     drafter = method.for_architecture(method.training.fit_to_data(own, config, counts, ends))
     if (size := own.draft_vocab_size) == V:

@@ -1,4 +1,4 @@
-"""Makes the initial model of a run: new weights for an architecture, or the weights of a checkpoint."""
+"""Makes the initial model of a run, with new weights or with the weights of a checkpoint."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ logger = logging.getLogger("mtpjax.train")
 
 
 def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel, Callable[[], dict]]:
-    """Makes the model of a run, with stacked trunk layers; for a separate drafter, only the unrolled trunk.
+    """Makes a run's model with stacked trunk layers, or only its unrolled trunk if a separate drafter trains.
 
     Args:
-        mesh: draws and reads the parameters as shards on the devices of this mesh; None: one device.
+        mesh: mesh on whose devices the parameters are drawn or read as shards; None: one device.
 
     Returns:
-        The model, and a function that makes its initial parameters: float32, except for a frozen trunk.
+        The model, and a function that makes its initial parameters, which are float32 except for a frozen trunk.
     """
     key = jax.random.key(config.seed)
     if config.init_from is None:
@@ -43,7 +43,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         layout="training",
         model_type=config.model_type,
     )
-    # A separate drafter needs only the trunk. Its layers stay unrolled: stacked layers cannot return their states.
+    # A separate drafter needs only the trunk, which stays unrolled because stacked layers cannot return their states.
     if not config.draft_method.is_of_model:
         trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
         if config.trunk_dtype == "bfloat16":
@@ -70,7 +70,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
 
 
 def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
-    """Returns the number of draft depths to train: 0 if the model has no MTP modules and no separate drafter trains."""
+    """Returns the number of draft depths to train, which is 0 without MTP modules and without a separate drafter."""
     return config.num_depths if model.config.num_mtp_modules or not config.draft_method.is_of_model else 0
 
 

@@ -1,4 +1,4 @@
-"""Logs a run: rows in `metrics.jsonl`, and a live progress bar or plain lines on stderr."""
+"""Logs a run to `metrics.jsonl`, and shows a live progress bar or plain lines on stderr."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from mtpjax.training.run_dir import METRICS_FILE, PROFILE_FOLDER
 class MetricsLog:
     """Writes the rows of a run, shows them and passes them to trackers. A context manager.
 
-    `history` holds every row of the run, including those from before a restart.
+    `history` holds every row of the run, including rows from before a restart.
 
     Args:
         folder: run folder; None: rows are neither written nor shown.
@@ -40,7 +40,7 @@ class MetricsLog:
         self.writer, self.show = None, None
         with contextlib.ExitStack() as stack:
             if self.path:
-                # Do not sync each row: a row lost in a power failure costs only one point of a curve.
+                # Do not sync each row, because a row lost in a power failure is only one point of a curve.
                 self.writer = stack.enter_context(JsonlWriter(self.path, sync=False))
                 # Steps after the state that the run continues from are trained and logged again.
                 is_kept = lambda row: not _has_step(row) or row["step"] <= self.step
@@ -59,7 +59,7 @@ class MetricsLog:
 
     def record(self, row: dict[str, Any]) -> None:
         """Appends a row, a dict with at least `step`."""
-        # Convert rows through JSON, so that the history is the same after a restart: tuples become lists, keys strings.
+        # Convert through JSON, where tuples become lists and keys strings, so that a restart reads the same rows.
         self.history.append(json.loads(json.dumps(row)))
         if self.writer:
             self.writer.append([row])
@@ -131,7 +131,7 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
 
 @contextlib.contextmanager
 def progress_display() -> Iterator[Callable[[float, str, float], None]]:
-    """Shows progress on stderr: a live bar on a terminal, a line per call elsewhere.
+    """Shows progress on stderr, as a live bar on a terminal and as one line per call elsewhere.
 
     Yields `show(progress, text, seconds)` with the fraction done 0..1, a description, and the seconds since the start.
     """

@@ -1,4 +1,4 @@
-"""Losses of trunk and draft depths: pure functions of tokens and logits, or of terms per position.
+"""Computes losses of trunk and draft depths, in pure functions of tokens and logits or of per-position terms.
 
 A draft depth minimises a mix of objectives (`mtpjax.training.config.Objective`). Let p be the trunk's distribution for
 the token that a depth predicts, q the draft's distribution, and `alpha = sum min(p, q) = 1 - TV(p, q)` the probability
@@ -54,7 +54,7 @@ def depth_targets(
 def all_targets(
     tokens: jax.Array, segment_ids: jax.Array, loss_mask: jax.Array, num_depths: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Stacks `depth_targets` for the trunk and `num_depths` depths: targets and is_valid, `[1 + num_depths, B, T]`."""
+    """Stacks the results of `depth_targets` for the trunk and `num_depths` depths, each `[1 + num_depths, B, T]`."""
     targets = [depth_targets(tokens, segment_ids, loss_mask, depth) for depth in range(num_depths + 1)]
     return jnp.stack([target for target, _ in targets]), jnp.stack([is_valid for _, is_valid in targets])
 
@@ -76,7 +76,7 @@ def valid_mean(values: jax.Array, is_valid: jax.Array, count: jax.Array | None =
 
 
 class BatchTotals(NamedTuple):
-    """Totals over a whole batch. With them, the losses of its parts add up to the loss of the batch.
+    """Totals over a whole batch, which make the losses of the batch's parts add up to the batch's loss.
 
     Attributes:
         num_valid: `[1 + depths]` number of valid targets.
@@ -109,8 +109,9 @@ def lk_hybrid(
     Returns:
         `[depths]`; 0 for a depth without valid targets.
     """
-    # One w per depth, from its mean overlap in the batch, as in SpecForge's `lk_loss.py` (vLLM's speculators has one
-    # per position). While drafts are poor, w is near 1 and KL dominates; later, total variation dominates.
+    # Use one w per depth, computed from the depth's mean overlap in the batch, as in SpecForge's `lk_loss.py` (vLLM's
+    # speculators uses one per position). While drafts are poor, w is near 1 and KL dominates; later, total variation
+    # dominates.
     count, alpha = (None, valid_mean(overlap, is_valid)) if totals is None else (totals.num_valid[1:], totals.overlap)
     w = jnp.exp(-decay * jax.lax.stop_gradient(alpha))
     return w * valid_mean(kl, is_valid, count) + (1 - w) * valid_mean(1 - overlap, is_valid, count)
@@ -119,8 +120,8 @@ def lk_hybrid(
 def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: BatchTotals | None = None) -> jax.Array:
     """Computes the end-to-end total variation loss `1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, eq. 13).
 
-    Position i anchors the chain of its depths 1..K, where K is the last depth before an invalid one. The mean is over
-    the depths of all chains, so a long chain weighs more than one cut short by the end of its document.
+    Position i is the anchor of a chain of depths 1..K, where K is the last depth before an invalid one. The mean is
+    over the depths of all chains, so a long chain weighs more than a chain that the end of its document cuts short.
 
     Args:
         overlap: `[depths, B, T]` alpha, 1 - TV(p, q).
@@ -146,9 +147,9 @@ def binary_cross_entropy(logits: jax.Array, chances: jax.Array) -> jax.Array:
 
 
 def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
-    """Returns the weights of the depths: equal (DeepSeek-V3, equation 25), or `beta^(k-1) / sum` (FastMTP, 2509.18362).
+    """Returns the weights of the depths, equal (DeepSeek-V3, equation 25) or `beta^(k-1) / sum` (FastMTP, 2509.18362).
 
-    Returns `[num_depths]` float32, with sum 1.
+    The result is `[num_depths]` float32 and sums to 1.
     """
     decay = objective.depth_decay if objective.depth_weights == "decayed" else 1.0
     weights = decay ** jnp.arange(num_depths, dtype=jnp.float32)
@@ -156,7 +157,7 @@ def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
 
 
 def mix_at(progress: jax.Array | float, objective: Objective) -> dict[str, jax.Array | float]:
-    """Returns the weight of each objective at a point of the run: linear from `start` to `mix` over `warmup`.
+    """Returns each objective's weight at a point of the run, interpolated from `start` to `mix` over `warmup`.
 
     Args:
         progress: `[]` fraction of the run that is done, 0..1.

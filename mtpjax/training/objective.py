@@ -1,4 +1,4 @@
-"""The settings of the draft losses: `Objective`, frozen and hashable."""
+"""Defines `Objective`, the frozen and hashable settings of the draft losses."""
 
 import dataclasses
 import numbers
@@ -21,8 +21,8 @@ class Objective:
     Args:
         mix: weight of each objective by name, as a dict or as pairs; stored as pairs. (): `TrainConfig` sets it to
             cross-entropy if `trains` is "all", and to KL if the draft losses do not reach the trunk.
-        start: mix at update 0, interpolated linearly to `mix` over the first `warmup` of the run. (): `mix` from the
-            beginning.
+        start: mix at update 0, interpolated linearly to `mix` over the first fraction `warmup` of the run. (): `mix`
+            from the beginning.
         warmup: fraction of the run over which `start` becomes `mix`, 0..1. Set together with `start`.
         lk_decay: eta of the LK hybrid (2602.23881).
         depth_weights: weights of the depths in a loss: "mean" (equal, DeepSeek-V3), or "decayed" (FastMTP,
@@ -77,10 +77,10 @@ class Objective:
 
     @property
     def names(self) -> set[str]:
-        """Returns the names of the objectives in either mix."""
+        """The names of the objectives in either mix."""
         return {name for name, _ in (*self.mix, *self.start)}
 
     @property
     def compares_with_trunk(self) -> bool:
-        """Returns whether any objective needs the trunk's distribution, not only the data."""
+        """Whether any objective needs the trunk's distribution, not only the data."""
         return self.names != {"cross_entropy"}

@@ -1,4 +1,4 @@
-"""The acceptance panel: how often a model's drafts would be accepted on held-out text."""
+"""Computes the acceptance panel, which shows how often a model's drafts would be accepted on held-out text."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from mtpjax.training.losses import all_targets, valid_mean
 from mtpjax.training.position_losses import plain_terms
 
 KIND_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
-# Field of `DecodedMetrics` -> its key in `metrics.jsonl`.
+# Maps fields of `DecodedMetrics` to their keys in `metrics.jsonl`.
 JSON_KEYS = {"accept_length": "real", "accept_length_low": "real_low", "accept_length_high": "real_high"}
 
 
@@ -68,8 +68,8 @@ class DecodedMetrics:
 class Panel:
     """Teacher-forced acceptance metrics on held-out rows, over all positions; index k-1 is draft level k.
 
-    Decoding drafts at other positions (after its last rejection, on its own text), so its accept lengths differ from
-    these estimates; `decoded` holds the acceptance measured by decoding.
+    In decoding, rounds start at other positions (after the last rejection, in generated text), so decoded accept
+    lengths differ from these estimates; `decoded` holds the acceptance measured by decoding.
 
     Attributes:
         bits_per_token: cross-entropy against the data, for the trunk and then for each level.
@@ -94,7 +94,7 @@ class Panel:
     decoded: Mapping[str, Mapping[str, DecodedMetrics]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the panel as `metrics.jsonl` and checkpoints store it: decoded accept lengths are called "real"."""
+        """Returns the panel as `metrics.jsonl` and checkpoints store it, with decoded accept lengths called "real"."""
         panel = dataclasses.asdict(self)
         for row in (row for kinds in panel["decoded"].values() for row in kinds.values()):
             row |= {key: row.pop(name) for name, key in JSON_KEYS.items()}
@@ -102,12 +102,12 @@ class Panel:
 
     @property
     def accept_length(self) -> float:
-        """Estimates the accept length at temperature 0: `1 + sum of survival`."""
+        """Accept length at temperature 0, estimated as `1 + sum of survival`."""
         return 1 + sum(self.survival)
 
     @property
     def sampled_accept_length(self) -> float:
-        """Estimates the accept length at temperature 1 under the rule "token": `1 + sum of sampled survival`."""
+        """Accept length at temperature 1 under the rule "token", estimated as `1 + sum of sampled survival`."""
         return 1 + sum(self.sampled_survival)
 
 
@@ -179,7 +179,7 @@ def print_panel(console, panel: Panel) -> None:
     overall = panel.decoded.get("overall", {})
     for heading in (*headings, *(f"decoded,\n{kind}" for kind in overall)):
         rates.add_column(heading, justify="right")
-    # A row for the trunk's loss, then one per level with its teacher-forced and decoded rates.
+    # Add a row for the trunk's loss, then one per level with its teacher-forced and decoded rates.
     rates.add_row("trunk", f"{panel.bits_per_token[0]:.2f}")
     columns = (panel.agreement, panel.survival, panel.overlap, panel.sampled_survival)
     columns += tuple(row.survival for row in overall.values())
@@ -217,7 +217,7 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
 def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
     title = "ideal speed-up over plain decoding at batch 1,\nfrom the measured costs of a round"
     table = _category_table(title, ("T", "accept\nlength", "speed-up (95 %)"))
-    # For an untrusted measurement, the row says why.
+    # The last column explains why a measurement cannot be trusted.
     table.add_column("problem")
     for names, row in _category_rows(decoded):
         if row.speed_up is not None:

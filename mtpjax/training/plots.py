@@ -1,4 +1,4 @@
-"""Plots of training runs: losses and acceptance over the updates, for one run or several runs side by side."""
+"""Plots losses and acceptance of training runs over their updates, for one run or for several side by side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -63,7 +63,7 @@ def _draw_rates(axis, evaluations: History, num_levels: int) -> None:
     lines = {"agreement": {"marker": "o", "linestyle": "-"}, "survival": {"marker": "s", "linestyle": "--"}}
     levels = {f"draft {level}": level_colour(level, num_levels) for level in range(1, num_levels + 1)}
     for level, color in enumerate(levels.values()):
-        # At level 1 agreement and survival are the same, so only one line is drawn.
+        # At level 1, agreement and survival are the same, so only one line is drawn.
         for name in list(lines)[: level + 1]:
             values = [row["eval"][name][level] for row in evaluations]
             axis.plot(steps, values, color=color, **lines[name])
@@ -77,7 +77,7 @@ def _draw_rates(axis, evaluations: History, num_levels: int) -> None:
 
 
 def _draw_lengths(axis, evaluations: History) -> None:
-    """Draws accept lengths by temperature: estimated, decoded and predicted."""
+    """Draws estimated, decoded and predicted accept lengths by temperature."""
     steps, longest = [row["step"] for row in evaluations], 1.5
     has_decoded = any(map(_overall_decoded, evaluations))
     keys = [legend_key("teacher-forced", marker=".", linestyle=":")]
@@ -105,7 +105,7 @@ def _num_columns(num_keys: int) -> int:
 def plot_comparison(
     path, runs: Mapping[str, History], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> None:
-    """Plots runs side by side: the trunk's loss over the updates, and acceptance at the last evaluation.
+    """Plots runs side by side, with the trunk's loss over the updates and the acceptance at the last evaluation.
 
     Args:
         runs: each run's history by name, with at least one evaluation. Panels without data are left out.
@@ -179,5 +179,5 @@ def _accept_lengths(decoded: Iterable[Mapping[str, float]]) -> list[tuple[float,
 
 
 def _length_limits(longest: float) -> tuple[float, float]:
-    """Returns axis limits for accept lengths, starting at 1, the length if no draft is accepted."""
+    """Returns axis limits for accept lengths. They start at 1, which is the length if no draft is accepted."""
     return 1 - 0.05 * (longest - 1), 1 + 1.05 * (longest - 1)

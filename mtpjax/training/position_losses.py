@@ -1,7 +1,7 @@
-"""Loss terms at each position: cross-entropy, and the distance between draft and trunk distributions.
+"""Computes cross-entropy, and the distance between draft and trunk distributions, at each position.
 
-`plain_terms` is the reference: it takes all logits. `chunked_terms` takes hidden states and heads, processes the
-vocabulary in chunks in the forward and backward pass, and never stores `[B, T, V]`; it can also call a kernel.
+`plain_terms` is the reference, which reads all logits. `chunked_terms` reads hidden states and heads, processes the
+vocabulary in chunks in the forward and backward pass, and never stores `[B, T, V]`. It can also call a kernel.
 
 The softmax runs over every column of the head, including padding ids from `num_tokens` on. Padding ids are never
 targets, so training lowers their logits, which helps engines that do not mask them.
@@ -22,7 +22,7 @@ class PositionTerms(NamedTuple):
     """Terms per position. Positions without a valid target hold arbitrary finite values.
 
     q is depth k's distribution at position i. p is the trunk's distribution for the same token, which the trunk
-    predicts at position i+k; it gets no gradient.
+    predicts at position i+k; p gets no gradient.
 
     Attributes:
         cross_entropy: `[1 + depths, B, T]` in nats, against the data; the trunk comes first.
@@ -36,7 +36,7 @@ class PositionTerms(NamedTuple):
 
 
 def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> PositionTerms:
-    """Computes the terms from logits: the reference for `chunked_terms`.
+    """Computes the terms from logits, as the reference for `chunked_terms`.
 
     Args:
         logits: `[B, T, V]` float32, for the trunk and every depth.
@@ -107,7 +107,7 @@ def chunked_terms(
 
 
 def _resolve_implementation(hidden, heads, head_of, implementation: str, compares_with_trunk: bool) -> str:
-    """Chooses an implementation by the shape that a kernel would get."""
+    """Chooses an implementation from the shape that a kernel would get."""
     # A comparison with the trunk is one call over the rows `[1 + depths, B * T]` of all depths. Cross-entropy alone is
     # one call per head, and the head with the most rows decides.
     of_head = [head_of.count(which) for which in range(len(heads))]
@@ -142,7 +142,7 @@ def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **kernel
         return PositionTerms(
             restore_order(terms.cross_entropy), restore_order(terms.kl, 1), restore_order(terms.overlap, 1)
         )
-    # Cross-entropy alone: one call per head, over the rows of all its depths.
+    # Compute only cross-entropy, with one call per head over the rows of all its depths.
     losses = [
         linear_cross_entropy(array.reshape(of.size, -1), head, of.reshape(-1), **kernel_options).reshape(of.shape)
         for array, head, of in zip(states, heads, moved, strict=True)
@@ -161,8 +161,8 @@ def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_tru
     V = heads[0].shape[1]
     steps = -(-V // chunk)
 
-    # First pass, online log-sum-exp: keep per position the highest logit so far, the sum of exponentials relative to
-    # it, and the target's logit.
+    # The first pass is an online log-sum-exp. It keeps, per position, the highest logit so far, the sum of exponentials
+    # relative to it, and the target's logit.
     def normalise(step, carry):
         start, columns, is_new = _chunk_columns(step, chunk, V)
         after = []
@@ -181,8 +181,8 @@ def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_tru
     normaliser = jnp.stack([top + jnp.log(total) for top, total, _ in carry])
     cross_entropy = normaliser - jnp.stack([target_logits for _, _, target_logits in carry])
 
-    # Second pass, with the known log-sum-exp: sum KL and min(p, q) over the vocabulary. `below` sums q where q < p; the
-    # backward pass needs it.
+    # With the known log-sum-exp, the second pass sums KL and min(p, q) over the vocabulary. `below` sums q where q < p,
+    # for the backward pass.
     def compare(step, carry):
         start, _, is_new = _chunk_columns(step, chunk, V)
         logs = _chunk_log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
@@ -215,7 +215,7 @@ def _xla_terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangen
     of_cross_entropy, of_kl, of_overlap = (array[:, :, :, None] for array in cotangents)
     V = heads[0].shape[1]
 
-    # Per chunk: recompute the probabilities, form the gradient of the logits, and multiply it by the head (for the
+    # For each chunk, recompute the probabilities, form the gradient of the logits, and multiply it by the head (for the
     # hidden states) and by the hidden states (for this chunk's columns of the head).
     def accumulate(step, carry):
         hidden_gradients, head_gradients = carry

@@ -1,4 +1,4 @@
-"""The progress of a run, and the learning rate, which depends on it."""
+"""Computes the progress of a run, and the learning rate, which depends on the progress."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from mtpjax.training.config import TrainConfig
 
 
 def learning_rate_at(progress: float, config: TrainConfig) -> float:
-    """Returns the learning rate at a point of the run: a cosine, multiplied by a linear warm-up.
+    """Returns the learning rate at a point of the run, from a cosine schedule multiplied by a linear warm-up.
 
     Args:
         progress: fraction of the run that is done, 0..1.
@@ -29,10 +29,10 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
 
 
 class ProgressClock:
-    """Progress of a run by updates or by wall-clock time, whichever is further along.
+    """Measures the progress of a run by updates or by wall-clock time, whichever is further along.
 
-    Progress by time is capped at the progress towards `min_steps`. `progress` changes only at a tick, so that
-    everything within one update sees the same value.
+    Progress by time is capped at the progress towards `min_steps`. `progress` changes only when `tick` is called, so
+    that everything within one update sees the same value.
 
     Args:
         config: `steps`, `seconds` and `min_steps`.
@@ -46,7 +46,7 @@ class ProgressClock:
 
     @property
     def seconds(self) -> float:
-        """Returns the wall-clock time of the run, including the time before a restart."""
+        """Wall-clock time of the run, including the time before a restart."""
         return time.perf_counter() - self.begin
 
     def tick(self) -> None:
@@ -56,7 +56,7 @@ class ProgressClock:
 
     def _progress(self) -> float:
         by_seconds = self.seconds / self.config.seconds
-        # On a slow or busy machine the updates, not the seconds, decide when the run ends.
+        # On a slow or busy machine, the updates, not the seconds, decide when the run ends.
         if self.config.min_steps:
             by_seconds = min(by_seconds, self.step / self.config.min_steps)
         return min(max(self.step / self.config.steps, by_seconds), 1.0)

@@ -1,4 +1,4 @@
-"""The quickstart: trains a small model, decodes plainly and with drafts, and compares texts and speed."""
+"""Runs the quickstart, which trains a small model, decodes plainly and with drafts, and compares texts and speed."""
 
 import contextlib
 import dataclasses
@@ -25,9 +25,9 @@ from mtpjax.training.decoding_eval import is_looping, repeated_share
 from mtpjax.training.panel import print_panel
 from mtpjax.training.trainer import TrainResult, train
 
-# Prompt and continuation together are as long as a training row; CAPACITY is the cache bucket that holds them.
+# Prompt and continuation together are as long as a training row; CAPACITY is the cache capacity that fits them.
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
-# Beginnings of statements: one of them is the prompt in the command that the quickstart prints at the end.
+# Beginnings of statements, one of which is the prompt in the command that the quickstart prints at the end.
 STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
 EXAMPLE_TEMPERATURES = (0.0, 0.8)
 MAX_REPEATED_SHARE = 0.2  # maximum `repeated_share` of an example's continuation
@@ -54,14 +54,14 @@ class DepthResult:
 
     Attributes:
         num_steps: draft levels.
-        setting: the fastest setting with this depth.
+        setting: the fastest setting at this depth.
         accept_length: tokens per round, including the bonus token.
         survival: per level, fraction of rounds that accepted it.
         tokens_per_second: decoding speed, not counting the first token, which prefill produces.
-        ratio: speed-up over the fastest plain setting; the median over prompts and rounds.
+        ratio: median speed-up over the fastest plain setting, over all prompts and rounds.
         interval: 95 % interval of `ratio`, from resampled prompts.
         ideal: maximum speed-up for this accept length and the measured costs of a round's passes.
-        waited: fraction of the time that threads waited for a CPU core: the largest of this setting, the plain setting
+        waited: largest fraction of the time that threads waited for a CPU core, among this setting, the plain setting
             and the cost measurement.
         problem: why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
     """
@@ -80,12 +80,12 @@ class DepthResult:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measurements of the workers.
+    """The measurements from the worker processes.
 
     Attributes:
-        seconds: `[rounds, prompts]` decoding times of each setting, excluding prefill.
-        answers: the texts and counts of each setting.
-        waited: fraction of each setting's time that threads waited for a CPU core; the mean over rounds.
+        seconds: `[rounds, prompts]` decoding times for each setting, excluding prefill.
+        answers: the texts and counts for each setting.
+        waited: mean over rounds of the fraction of each setting's time that threads waited for a CPU core.
         negative: settings with a call that took no longer than its prefill.
         costs: costs of a round's passes, measured in the process of the fastest plain setting.
         waited_for_costs: the fraction of time that threads waited for a CPU core while the costs were measured.
@@ -102,7 +102,7 @@ class Measured:
 def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
     """Trains a model, measures plain and speculative decoding, prints the result and writes a plot.
 
-    Returns the exit code: 4 if any speculative text differs from the plain one, else 0.
+    Returns exit code 4 if any speculative text differs from the plain text, and 0 otherwise.
     """
     # The first round finds the fastest plain setting; the later rounds measure the costs in that setting's process.
     if rounds < 2:
@@ -135,7 +135,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         plain = _best_plain(measured.seconds)
         rows = [_depth_result(depth, plain, settings, measured) for depth in depths]
         best = min(rows, key=lambda row: (bool(row.problem), -row.ratio))
-        # `mtpjax generate` runs models of this size on one thread.
+        # Use the worker with one thread, because `mtpjax generate` runs models of this size on one thread.
         with console.status("looking for a prompt to continue with"):
             example = _choose_example(workers[1], best.num_steps)
     # First, print whether the speeds can be trusted.
@@ -173,8 +173,8 @@ def _find_prompts(
 ) -> tuple[list[list[int]], int, int]:
     """Compiles every setting, and chooses held-out prompts whose plain continuation does not loop.
 
-    Also returns the number of continuations that do not loop, and the number of all continuations. If all of them loop,
-    the first prompts are used anyway.
+    Also returns the number of continuations that do not loop, and the total number of continuations. If all of them
+    loop, the first prompts are used anyway.
     """
     lengths = {"prompt_length": PROMPT_TOKENS, "continuation_length": NEW_TOKENS}
     candidates = held_out_prompts(trained.held_out, count=4 * count, seed=0, **lengths)
@@ -243,7 +243,7 @@ def _measure_settings(
                 waited[setting].append(answer["waited"])
                 answers[setting] = answer["rows"]
                 negative |= {setting} if answer["is_negative"] else set()
-                # The process in which plain decoding is fastest, known after the first round, measures the costs.
+                # The process that is fastest at plain decoding, known after the first round, measures the costs.
                 if number:
                     context = PROMPT_TOKENS + NEW_TOKENS // 2
                     worker = workers[plain.threads]
@@ -321,7 +321,7 @@ def _print_result(
     identical: bool,
     loops: bool = False,
 ) -> None:
-    # The first row is the plain baseline, with ratio 1; then one row per depth.
+    # The first row is the plain baseline, with ratio 1; one row per depth follows.
     def threads(setting: DecoderSetting) -> str:
         return "1" if setting.threads == 1 else "all"
 

@@ -1,4 +1,4 @@
-"""Regenerates a data set: replaces its answers with the model's own, to train drafters on.
+"""Regenerates a data set by replacing its answers with the model's own, to train drafters on them.
 
 Drafts are accepted more often if the drafter is trained on text that the model would write. Records are processed in
 windows. The prompts in a window are decoded in batches of similar length, turn by turn, and the window's records are
@@ -31,7 +31,7 @@ from mtpjax.inference.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-# Increase this when the same settings give different output: runs with other versions are not resumed.
+# Increase this when the same settings begin to give different output. Only runs with the same version are resumed.
 OUTPUT_VERSION = 2
 BATCHES_PER_WINDOW = 8
 
@@ -45,7 +45,7 @@ class RegenerationRequest:
         config: decoding settings, with a fixed depth.
         sampling: sampling parameters, without seeds.
         chat: treat prompts as user messages and apply the chat template.
-        prompt_tokens: number of tokens to keep from each text; None: all tokens of a prompt, 64 of a document.
+        prompt_tokens: number of tokens to keep from each text; None: all tokens of a prompt, or 64 of a document.
         batch_size: maximum number of records decoded together.
         seed: random seed. The random numbers for an answer depend on this seed, the record's index and the turn.
 
@@ -72,11 +72,11 @@ class RegenerationRequest:
         if self.chat and self.kind == "documents":
             raise ValueError("documents are not messages: chat needs records of prompts")
         if self.prompt_tokens is not None and self.output_kind == "chat":
-            raise ValueError("messages are kept whole: prompt_tokens applies to prompts and documents")
+            raise ValueError("messages are kept whole: prompt_tokens applies only to prompts and documents")
 
     @property
     def output_kind(self) -> str:
-        """Returns the `kind` with which a `mtpjax.data.config.Source` reads the output."""
+        """The `kind` with which a `mtpjax.data.config.Source` reads the output."""
         return "chat" if self.chat or self.kind == "conversations" else "jsonl"
 
     def describe(self, files: Sequence[FileDigest]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def regenerate(
     # A prompt must leave room for its answer.
     max_length = request.config.max_length or model.config.max_position_embeddings
     max_prompt_tokens = max_prompt_length(max_length, request.config.max_new_tokens)
-    # Count the records first, to show progress: the size of a compressed file does not reveal how many it has.
+    # Count the records first, to show progress, because the size of a compressed file does not show how many it has.
     files: list[FileDigest] = []
     num_records = sum(1 for _ in read_file_records(request.paths, files=files))
     records = enumerate(read_file_records(request.paths))
@@ -123,12 +123,12 @@ def regenerate(
         with open_output(path, settings, request.output_kind) as output:
             yield dataclasses.asdict(output.tally)
 
-    # Every process decodes every record, since each holds a part of the model; only the first one writes.
+    # Every process decodes every record, because each has a part of the model. Only the first process writes.
     with distributed.in_main_process(open_here) as counts:
         tally, done = Tally(**counts), 0
         if output is not None:
             output.tally = tally
-        # Windows already in the output are read again, so that records keep their numbers, but are not decoded again.
+        # Windows already in the output are read again, to keep the records' indices, but not decoded again.
         while window := list(itertools.islice(records, request.batch_size * BATCHES_PER_WINDOW)):
             done += len(window)
             if window[0][0] >= tally.read:
@@ -155,7 +155,7 @@ def answer_seed(seed: int, number: int, turn: int) -> int:
 def _make_tasks(
     window, request: RegenerationRequest, tokenizer: Tokenizer, max_prompt_tokens: int, tally: Tally
 ) -> list[tuple[int, Task]]:
-    """Returns the tasks for a window's usable records with their numbers, and counts the other records."""
+    """Returns the tasks for a window's usable records with the records' indices, and counts the other records."""
     settings = {"kind": request.kind, "chat": request.chat, "prompt_tokens": request.prompt_tokens}
     settings |= {"max_prompt_tokens": max_prompt_tokens}
     tasks = []

@@ -1,4 +1,4 @@
-"""A training run as stages: prepare, open the run folder, update, evaluate, save, finish."""
+"""Implements a training run as stages, which prepare, open the run folder, update, evaluate, save and finish."""
 
 import contextlib
 import dataclasses
@@ -54,7 +54,7 @@ logger = logging.getLogger("mtpjax.train")
 class Run:
     """A training run. `mtpjax.train` calls its stages in order and documents the arguments.
 
-    Every process calls every stage, because each has shards of the parameters. Only the first one writes.
+    Every process calls every stage, because each has shards of the parameters. Only the first process writes.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Run:
         if self.output.exists() and not self.output.is_dir():
             raise ValueError(f"output {config.output} exists and is not a folder")
         require_trackers(config)
-        picture_paths(run_dir.PLOT_NAME, config.plot_formats)  # warns now if it cannot be drawn
+        picture_paths(run_dir.PLOT_NAME, config.plot_formats)  # warns now if the plot cannot be drawn
         check_callbacks(callbacks)
         self.mesh = make_run_mesh(config)
         self.model, make_params = init_model(config, self.mesh)
         initial = initial_drafter(config, self.model)
         num_depths = num_trained_depths(config, self.model)
-        # A drafter with a fixed number of levels has only the trained ones.
+        # A drafter with a fixed number of levels can only be evaluated at the levels that it trains.
         has_fixed_levels = initial is not None and initial.drafter.max_levels is not None
         panel_depths = num_depths if has_fixed_levels else max(num_depths, panel_depths)
         self.corpus = load_corpus(config, self.model.config.vocab_size, num_depths=num_depths)
@@ -126,7 +126,7 @@ class Run:
 
     @contextlib.contextmanager
     def open(self, *, resume: bool, overwrite: bool, allowed_changes: Sequence[str]) -> Iterator[None]:
-        """Locks the run folder, starts a run there or restores the newest state, and opens log and trackers."""
+        """Locks the run folder, starts a run there or restores the newest state, and opens the log and the trackers."""
         config = self.config
         with contextlib.ExitStack() as stack:
             stack.enter_context(distributed.raise_on_lost_peer())
@@ -181,8 +181,7 @@ class Run:
     def update_until_done(self) -> None:
         """Updates, evaluates and saves until the run reaches its limit of steps or seconds, or a callback stops it.
 
-        The batches depend only on the seed and the step, so a resumed run reads the same batches as an uninterrupted
-        one.
+        The batches depend only on the seed and the step, so a resumed run reads the same batches.
         """
         config, corpus, clock = self.config, self.corpus, self.clock
         stream = packing.mixed_batches(
@@ -212,7 +211,7 @@ class Run:
         states = None if self.trunk_states is None else self.trunk_states.take(row_indices)
         if self.mesh is not None:
             batch, states = shard_batch((batch, states), self.mesh)
-        # Learning rate, lambda and mix follow the progress before the update.
+        # Learning rate, lambda and mix depend on the progress before the update.
         progress = clock.progress
         learning_rate = learning_rate_at(progress, config)
         mtp_scale = mtp_scale_at(
@@ -289,7 +288,7 @@ class Run:
         if self.callbacks:
             clock = self.clock
             event = TrainEvent(clock.step, clock.progress, clock.seconds, metrics, self.state, path)
-            # A list, so that a stop request does not keep later callbacks from being called.
+            # Use a list, so that a stop request does not keep later callbacks from being called.
             requests = [bool(getattr(callback, moment)(event)) for callback in self.callbacks]
             self.is_stopped |= distributed.any_process(any(requests))
 
@@ -323,7 +322,7 @@ class Run:
         if is_state_saved:
             self._notify_saved(run_dir.state_path(self.output, self.clock.step))
         self._notify_saved(path)
-        # No process may end while the first one still writes: that would count as a lost process.
+        # No process may end while the first one still writes, because that would count as a lost process.
         distributed.barrier("saved")
         return params, path, panel
 
@@ -348,7 +347,7 @@ class Run:
     def _evaluate_saved(self, params: dict, path: pathlib.Path, is_state_saved: bool) -> tuple[Panel, dict[str, Any]]:
         """Evaluates and plots the saved model. Returns the panel, and further metadata for the checkpoint.
 
-        The metadata hold the panel and, for MTP modules, the record that a loader uses to check their drafts
+        The metadata have the panel and, for MTP modules, the record with which a loader checks their drafts
         (`mtpjax.evaluation.self_check`). Everything trained is already saved, so a stop signal here ends the run at
         once.
         """
@@ -378,7 +377,7 @@ class Run:
             raise
 
     def _plot_or_warn(self) -> None:
-        """Plots the run. A failure only logs a warning: the run is complete without its plot."""
+        """Plots the run. A failure only logs a warning, because the run is complete without its plot."""
         config, path = self.config, self.output / run_dir.PLOT_NAME
         try:
             title = f"Training of '{config.init_from or config.preset}' in {config.output}\n"

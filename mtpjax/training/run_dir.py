@@ -1,4 +1,4 @@
-"""The run folder: a lock for its single writer, the settings, and training states to resume from.
+"""Manages the run folder, which has a lock for its single writer, settings, and training states to resume from.
 
 run.json            settings, data fingerprint and run identifier
 model.yaml          the architecture, for use in other runs (`model=FOLDER/model.yaml`)
@@ -42,8 +42,8 @@ SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
 METRICS_FILE, PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.jsonl", "profile", "tensorboard", "wandb-id"
 # The name of the plot has no suffix; each format adds its own.
 CHECKPOINT_FOLDER, PLOT_NAME, MODEL_FILE = "checkpoint", "panel", "model.yaml"
-# Holds the old settings while a run is being replaced. If the process dies, it shows that the other files belong to a
-# run.
+# Holds the old settings while a run is being replaced. If the process dies, this file shows that the other files belong
+# to a run.
 REPLACED_FILE = ".replaced-run.json"
 MAX_SETTINGS_BYTES = 64 << 20  # maximum size of run.json
 OWN_NAMES = (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER, METRICS_FILE, WANDB_ID_FILE, CHECKPOINT_FOLDER)
@@ -87,7 +87,7 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
 
 
 def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *, overwrite: bool) -> str:
-    """Starts a new run in a folder: removes the files of an old run, and writes `run.json`.
+    """Starts a new run in a folder by removing the files of an old run and writing `run.json`.
 
     If the process ends in between, the folder holds no run, and resuming is rejected.
 
@@ -107,11 +107,11 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     foreign = [name for name in OWN_NAMES if (folder / name).exists()]
     if foreign and not is_ours and not overwrite:
         raise RunError(
-            f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not a run of mtpjax: choose a"
+            f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not an mtpjax run: choose a"
             " different output, or replace these files (overwrite)"
         )
-    # Old states must not be resumed with new settings, nor old settings without their states. So move the old settings
-    # away first and write the new ones last: in between, the folder holds no run.
+    # Old states must not be resumed with new settings, and old settings must not remain without their states. So move
+    # the old settings away first and write the new ones last. In between, the folder holds no run.
     if (folder / SETTINGS_FILE).exists():
         (folder / SETTINGS_FILE).replace(folder / REPLACED_FILE)
     for name in (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER, DRAFTER_FOLDER):
@@ -190,8 +190,8 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
     """Restores the newest complete state. Skips damaged states with a warning that names the damaged array.
 
     Args:
-        like: a state with the structure, shapes, dtypes and shardings to restore. Leaves that have no sharding, such as
-            those of `jax.eval_shape`, are placed on the first device.
+        like: a state with the structure, shapes, dtypes and shardings to restore. Leaves without a sharding, such as
+            results of `jax.eval_shape`, are placed on the first device.
         run_id: identifier of the run; None: do not check it.
 
     Returns:
@@ -219,7 +219,7 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
     # Resuming from a state with different settings, seed or data would silently give wrong numbers.
     if run_id is not None and metadata.get("run") != run_id:
         raise RunError(f"{path} belongs to a different run: remove it, or restore the states of this run")
-    # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
+    # Leaves are stored by index, so names, shapes and dtypes must match before they are assigned.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
     # Each array gets the sharding of its leaf in `like`, since a resumed run may have a different mesh. Plain shapes
     # have no sharding.
@@ -249,7 +249,7 @@ class StopSignals:
         return bool(self.received)
 
     def handle(self, number: int, frame: Any) -> None:
-        """Records a signal. The training loop then saves its state between updates. A second Ctrl-C ends it at once."""
+        """Records a signal. The training loop then saves and stops between updates. A second Ctrl-C stops at once."""
         del frame
         is_repeated = number == signal.SIGINT and signal.SIGINT in self.received
         self.received.append(number)

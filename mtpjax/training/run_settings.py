@@ -12,7 +12,7 @@ from mtpjax.training.losses import ObjectiveFunction, describe_objective
 from mtpjax.training.run_dir import RunError, read_run_file
 
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
-# not among them, because they change its rounding.
+# not among them, because they change how an update is rounded.
 CHANGEABLE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "max_consecutive_bad_steps", "panel_prompts")
 CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps", "plot_formats")
 
@@ -21,14 +21,14 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
     """Converts the settings to JSON values; infinity becomes None."""
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
-    # Store the complete architecture, so that a run resumes with it wherever it came from, and `mtpjax compare` shows
-    # the fields that differ. A checkpoint fixes the architecture; the settings change only its number of modules.
+    # Store the complete architecture, whatever its source, so that a run resumes with it and `mtpjax compare` shows the
+    # fields that differ. A checkpoint fixes the architecture; the settings change only its number of modules.
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
     settings["draft_reading"] = dict(config.draft_reading) or None
     # Runs that train MTP modules have no drafter settings.
     if config.draft_method.is_of_model:
         settings = {name: value for name, value in settings.items() if not name.startswith("draft")}
-    # Code is not stored: resuming only checks that the objective has the same name.
+    # The objective's code is not stored, so resuming only checks that the objective has the same name.
     return settings | {"objective_function": None if objective is None else describe_objective(objective)}
 
 
@@ -66,6 +66,6 @@ def check_settings(
 
 def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
     """Replaces `model` with one entry per field, so that errors list the fields that differ, and drops the preset."""
-    # The preset does not matter: `model` has all its fields.
+    # The preset does not matter, because `model` has all its fields.
     others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
     return others | {f"model.{name}": value for name, value in settings["model"].items()}

@@ -16,7 +16,7 @@ from mtpjax.training.train_state import trainable_params
 
 def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
     """Computes a run's numbers of rows, tokens and parameters, its memory and its disk space, without training."""
-    # Shapes only: neither parameters nor optimiser state are allocated.
+    # Compute only shapes, so that no parameters or optimiser state are allocated.
     model, make_params = init_model(config)
     initial = initial_drafter(config, model)
     params = jax.eval_shape(make_params)

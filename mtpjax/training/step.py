@@ -1,4 +1,4 @@
-"""One update of a training run: losses, gradients and optimiser."""
+"""Runs one training update, which computes losses and gradients and applies the optimiser."""
 
 import functools
 from typing import Any
@@ -21,13 +21,13 @@ from mtpjax.training.train_state import TrainState, trainable_params
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Makes the optimiser: AdamW, or Muon for the matrices inside the layers and AdamW for the rest, with clipping.
+    """Makes the optimiser, either AdamW, or Muon for matrices inside the layers and AdamW for the rest, with clipping.
 
     Its learning rate is 1. `train_step` multiplies the update by the actual learning rate, which depends on the run's
-    progress and so on the clock.
+    progress and therefore on the clock.
 
     Args:
-        config: optimizer, weight decay and clipping.
+        config: settings for optimizer, weight decay and clipping.
 
     Returns:
         The optimiser, for the parameters that `mtpjax.training.train_state.trainable_params` selects.
@@ -46,7 +46,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             # Match the RMS of Adam's updates, so that both parts can use one learning rate (2502.16982).
             consistent_rms=0.2,
         )
-    # Decoupled decay, added after Adam or Muon. The updates already point downhill, so the sign is negative.
+    # Add decoupled weight decay after Adam or Muon. The updates already point downhill, so the sign is negative.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)
     # Detached modules are clipped by their own norm, so that large draft gradients do not shrink the trunk's update.
     clip = optax.clip_by_global_norm(config.gradient_clip)
@@ -56,7 +56,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _is_matrix(params: dict) -> dict:
-    """Selects the leaves with weight decay: matrices, but not norms or biases. The trunk's leaves have a layer axis."""
+    """Selects matrices, but not norms or biases, for weight decay. The trunk's leaves also have a layer axis."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.ndim - (path[0].key == "trunk") > 1, params)
 
 
@@ -66,7 +66,7 @@ def _muon_axes(params: Any) -> Any:
     Muon orthogonalises matrices, so for arrays such as `qkv [D, K, G + 2, H]` it must know which axes form its two
     sides.
     """
-    # Axes count from the end, because layers and experts are stacked in front.
+    # Count axes from the end, because layers and experts are stacked in front.
     axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "qkv": ((-4,), (-3, -2, -1)),
         "gate_up": ((-3,), (-2, -1)),
@@ -74,7 +74,7 @@ def _muon_axes(params: Any) -> Any:
         "ba": ((-3,), (-2, -1)),
         "key_up": ((-1,), (-2,)),
     }
-    # Matrices `[in, out]`.
+    # These are plain matrices, `[in, out]`.
     plain = ("output", "down", "project", "query", "query_down", "query_up", "latent_down", "value_up")
     axes |= dict.fromkeys(plain, ((-2,), (-1,)))
     numbers = {name: optax.contrib.MuonDimensionNumbers(*sides) for name, sides in axes.items()}
@@ -92,7 +92,7 @@ def train_step(
     spec: TrainSpec,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Runs one update: losses, gradients, optimiser. Skips the update if the loss or gradient norm is not finite.
+    """Runs one update of the parameters. Skips the update if the loss or gradient norm is not finite.
 
     Args:
         state: the state before the update.
@@ -145,7 +145,7 @@ def train_step(
         anchors = draw_anchors(key, is_valid[1], spec.num_anchors)
     rows = Rows(tokens, segment_ids, loss_mask, cached, anchors)
     totals = batch_totals(keep_anchors(is_valid, anchors), jnp.zeros(num_depths))
-    # Loss and gradients; on a mesh, they are summed over the devices.
+    # Compute loss and gradients. On a mesh, they are summed over the devices.
     compute_gradients = functools.partial(loss_and_gradients, spec=spec)
     if spec.mesh is not None:
         compute_gradients = sharded_loss_and_gradients(compute_gradients, spec.mesh, trains=spec.trains)
@@ -155,7 +155,7 @@ def train_step(
     norm = optax.tree.norm(gradients)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, trainable)
     new: Any = optax.apply_updates(trainable, jax.tree.map(lambda update: learning_rate * update, updates))
-    # A non-finite loss or gradient would destroy parameters and moments: keep the old ones and only count the step.
+    # A non-finite loss or gradient would destroy parameters and moments, so keep the old ones and only count the step.
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     new = TrainState({**state.params, **new}, new_optimizer, state.step)
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)

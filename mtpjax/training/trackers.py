@@ -1,4 +1,4 @@
-"""Sends a run's logged rows to TensorBoard and Weights & Biases. Their failures never stop training."""
+"""Sends a run's logged rows to TensorBoard and Weights & Biases. Tracker failures never stop training."""
 
 import contextlib
 import importlib

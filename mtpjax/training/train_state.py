@@ -1,4 +1,4 @@
-"""The state of a training run: parameters, optimiser state and the number of updates."""
+"""The state of a training run, with parameters, optimiser state and the number of updates."""
 
 import flax.struct
 import jax
@@ -9,7 +9,7 @@ from mtpjax.models.params import is_of_modules
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The state that an update changes, a pytree. `init_train_state` makes one, and `train_step` returns a new one.
+    """The pytree that an update changes. `init_train_state` makes one, and `train_step` returns a new one.
 
     Attributes:
         params: all parameters, with stacked trunk layers.

@@ -1,4 +1,4 @@
-"""`train`: runs the stages of a `Run` and returns what was trained."""
+"""Defines `train`, which runs the stages of a `Run` and returns what was trained."""
 
 import dataclasses
 import pathlib
@@ -57,19 +57,19 @@ def train(
 
     `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
     acceptance panel on held-out documents). The plots `panel.png` and `panel.svg` show both. `checkpoint/` holds the
-    model and its tokenizer; if a separate drafter is trained, `drafter/` holds it instead. Progress goes to stderr, as
-    a live bar on a terminal and as lines elsewhere.
+    model and its tokenizer; if a separate drafter is trained, `drafter/` holds the drafter instead. Progress is shown
+    on stderr, as a live bar on a terminal and as lines elsewhere.
 
     Args:
         config: the settings.
         callbacks: called after each update, evaluation and save; may request a stop (`mtpjax.training.Callback`).
-        objective: computes the training loss from `mtpjax.training.LossInputs`, instead of `config.objective`, whose
-            loss it may add to. A JAX function: it is traced once. To resume, pass one with the same name.
+        objective: JAX function that computes the training loss from `mtpjax.training.LossInputs` and replaces
+            `config.objective`, whose loss it may add to. It is traced once. To resume, pass one with the same name.
         panel_depths: minimum number of draft levels in the panel, which always includes the trained ones.
         evaluations: number of evaluations, including the one at the end.
         resume: continue the run in the folder from its newest complete state, or from the start if there is no state.
-            On a CPU, the losses then equal those of an uninterrupted run, bit for bit. Settings and data must be the
-            same, except for `mtpjax.training.run_settings.CHANGEABLE_SETTINGS`.
+            On a CPU, its losses are then the same as in an uninterrupted run, bit for bit. Settings and data must be
+            the same, except for `mtpjax.training.run_settings.CHANGEABLE_SETTINGS`.
         overwrite: replace an existing run in the folder.
         allowed_changes: further settings that may differ when resuming; "data" allows different data.
 

@@ -19,7 +19,7 @@ from mtpjax.training.config import TrainConfig
 
 MAX_YAML_BYTES = 1 << 20  # maximum size of a file, and of its text with aliases expanded
 REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
-# Settings that the command line sets with flags that all commands share, not with pairs.
+# Settings with a flag that all commands share. On the command line, the flag replaces the pair.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
 
 
@@ -45,8 +45,8 @@ def read_train_config(
         _check_pair(pair, known)
         _remove_parent(values, pair.partition("=")[0], known)
     values |= flags or {}
-    # The architecture has its own types. The settings store the content of its file, not the file name, so that a run
-    # always resumes with its original architecture.
+    # Read the architecture separately, because its fields have their own types. The settings store the content of its
+    # file, not the file name, so that a run always resumes with its original architecture.
     others, fields, file = split_model_pairs(overrides)
     in_file = values.pop("model", None)
     model = read_model_setting(in_file if file is None else file, fields)
@@ -101,7 +101,7 @@ def _check_key(key: str, known: Mapping[str, Any]) -> None:
 
 
 def read_model_config(path) -> ModelConfig:
-    """Reads an architecture from a YAML file: a mapping with the fields of `ModelConfig`.
+    """Reads an architecture from a YAML file, which maps fields of `ModelConfig` to their values.
 
     Fields that are not in the file have the defaults of `ModelConfig`.
 
@@ -153,10 +153,10 @@ def model_to_yaml(config: ModelConfig) -> str:
 
 
 def read_model_setting(value: Any, overrides: Sequence[str]) -> ModelConfig | dict[str, Any]:
-    """Reads a run's setting `model`: a file or fields, which `model.*` pairs override.
+    """Reads a run's setting `model`, which is a file or a mapping of fields that `model.*` pairs override.
 
     Args:
-        value: the path of a YAML file with a complete architecture; a mapping of fields; None: no field.
+        value: the path of a YAML file with a complete architecture, a mapping of fields, or None for no fields.
         overrides: pairs without the prefix "model.", such as "num_mtp_modules=3".
 
     Returns:
@@ -175,7 +175,7 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
     Args:
         overrides: pairs such as "hidden_size=96", which override `values`.
     """
-    # Only the given fields become arguments: fields that a complete architecture requires may be missing here.
+    # Only the given fields become arguments, because required fields of a complete architecture may be missing here.
     names = dict.fromkeys([*map(str, values), *(pair.partition("=")[0].partition(".")[0] for pair in overrides)])
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     for name in names:
@@ -200,7 +200,7 @@ def describe_type_error(error: argparse.ArgumentError) -> str:
 
 
 def _in_plain_words(text: str) -> str:
-    # Settings with nested fields, such as sources.
+    # Handle settings with nested fields, such as sources.
     if nested := re.fullmatch(r'Parser key "([^"]+)": Problem with given class_path \S+: (.*)', text):
         return f"{nested[1]}: {_in_plain_words(nested[2])}"
     if option := re.fullmatch(r"Option '([^']+)' is not accepted", text):

@@ -1,4 +1,4 @@
-"""Multiplies a few rows by a matrix, optionally fp8 with block scales: chooses a kernel or plain JAX.
+"""Multiplies a few rows by a matrix, optionally in fp8 with block scales, with a kernel or in plain JAX.
 
 Bottleneck: reading the matrix. With at most 64 rows, reading the weights takes longer than multiplying them, so the
 kernel is optimised for its loads.
@@ -27,13 +27,13 @@ MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 
 
 def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
-    """Multiplies a few rows by a matrix: `x @ weights`, or `x @ (weights * scales)` with block scales.
+    """Multiplies a few rows by a matrix, as `x @ weights` or, with block scales, `x @ (weights * scales)`.
 
     DeepSeek-V3 (2412.19437, section 3.3) stores float8_e4m3fn with one scale per 128 x 128 block. Here every output
     column has a scale for each block of inputs; a checkpoint's scales are repeated along the outputs.
 
     The kernel multiplies weights as they are stored, scales the sum of each block, accumulates in float32 and rounds
-    once. "xla" rounds each scaled weight to x's dtype first. On ROCm the kernel reads a NaN of float8_e4m3fn as 480.
+    once. "xla" rounds each scaled weight to x's dtype first. On ROCm, the kernel reads a float8_e4m3fn NaN as 480.
     Differentiable in reverse mode, with the gradient of "xla".
 
     Args:
@@ -41,24 +41,23 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
         weights: [D, F] floating, such as float8_e4m3fn.
         scales: [ceil(D / block), F] floating, or None for weights without scales.
         block: Number of neighbouring inputs that share a scale.
-        implementation: As for every op, or "jax_triton" (a kernel called through the jax_triton package). More than 64
-            rows always run "xla".
+        implementation: As for every op, or "jax_triton" (a kernel called through the jax_triton package). With more
+            than 64 rows, "xla" always runs.
 
     Returns:
         [..., F] in x's dtype.
 
     Raises:
-        ValueError: The kernel was requested for a block that is not a power of two from 16 up, or for one-byte weights
-            of 2^31 elements or more, which exceed its 32-bit offsets.
+        ValueError: The kernel was requested for a block that is not a power of two of at least 16, or for one-byte
+            weights of 2^31 elements or more, which exceed its 32-bit offsets.
     """
     return partial_matmul(x, weights, scales, block=block, implementation=implementation).total()
 
 
 def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementation="auto") -> PartialSums:
-    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs; returns [P, ..., F].
+    """Computes `block_scaled_matmul` except for the final sum over parts of the inputs; returns [P, ..., F].
 
-    x is multiplied in `dtype`, which is also the dtype of the total; None: x's dtype. The kernel converts x as it loads
-    it.
+    The multiplication and the total use `dtype` (None: x's dtype), to which the kernel converts x as it loads it.
     """
     [sums] = partial_matmuls(x, ((weights, scales),), block=block, dtype=dtype, implementation=implementation)
     return sums
@@ -69,14 +68,14 @@ def partial_matmuls(
 ) -> tuple[PartialSums, ...]:
     """Computes `partial_matmul` of the same rows with several matrices, in one kernel launch.
 
-    `matrices` are pairs of weights [D, F] and scales or None. One kernel launch needs weights of the same dtype, either
-    all with scales or all without.
+    `matrices` are pairs of weights [D, F] and scales or None. In one kernel launch, all weights must have the same
+    dtype, and either all or none must have scales.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     for matrix in matrices:
         check_matrix(x, *matrix, block=block)
     kinds = {(weights.dtype, scales is not None) for weights, scales in matrices}
-    # A launch takes weights of one kind; matrices of different kinds run one by one.
+    # A launch supports only one kind of weights, so matrices of different kinds run one by one.
     if len(kinds) > 1:
         each = functools.partial(partial_matmul, x, block=block, dtype=dtype, implementation=implementation)
         return tuple(each(*matrix) for matrix in matrices)
@@ -137,9 +136,9 @@ def _forward(x, matrices, block, dtype, chosen):
 
 
 def _backward(block, dtype, chosen, residuals, gradients):
-    # Differentiate the XLA form: training has many rows, for which XLA's matmuls are best.
+    # Differentiate the XLA form, because training has many rows, for which XLA's matmuls are best.
     del chosen
-    # A product is the sum of its parts, so each part has the product's gradient, and the first part's is used.
+    # A product is the sum of its parts, so all parts have the product's gradient. Use the gradient of the first part.
     products, pull = jax.vjp(functools.partial(_multiply_xla, block=block, dtype=dtype), *residuals)
     return pull(tuple(part[0].astype(product.dtype) for part, product in zip(gradients, products, strict=True)))
 
@@ -184,12 +183,12 @@ def choose_for_few_rows(
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(matrices[0][0].dtype)}
     reason = next(filter(None, reasons), None)
     offered = ["xla", "triton"]
-    # jax_triton is optional, and of the fp8 dtypes its kernel reads only float8_e4m3fn.
+    # jax_triton is optional, and the only fp8 dtype that its kernel supports is float8_e4m3fn.
     if has_jax_triton_form:
         weights_dtype = matrices[0][0].dtype
         obstacle = None
         if not HAS_JAX_TRITON:
-            obstacle = "the packages jax_triton and triton are not installed"
+            obstacle = "the jax_triton and triton packages are not installed"
         elif weights_dtype.itemsize == 1 and weights_dtype != jnp.float8_e4m3fn:
             obstacle = f"the jax_triton kernel does not support {weights_dtype} weights"
         if obstacle is None:

@@ -1,8 +1,7 @@
 """The few-row kernel in Triton's own language, called through the optional jax_triton package.
 
-It is an alternative to the Pallas kernel (`kernel.py`) with the same tiles, parts and conversions of fp8, for versions
-of JAX without Pallas's Triton backend. This module imports jax_triton and triton, so import it only if they are
-installed.
+It is an alternative to the Pallas kernel (`kernel.py`) with the same tiles, parts and fp8 conversions, for JAX versions
+without Pallas's Triton backend. This module imports jax_triton and triton, so import it only if they are installed.
 """
 
 import jax
@@ -16,13 +15,13 @@ from pallas_kernels.fp8 import FP8_DIVISOR
 
 
 def multiply_few_rows(x, weights, scales, *, tiles, block, dtype, platform) -> jax.Array:
-    """Multiplies rows x [n, D] by weights [D, F] and float32 scales or None; the only fp8 dtype is float8_e4m3fn.
+    """Multiplies rows x [n, D] by weights [D, F] and optional float32 scales; the only fp8 dtype is float8_e4m3fn.
 
-    `tiles` are those of `kernel.choose_tiles`. Returns the parts [P, n, F]: float32, or `dtype` if there is one part.
+    `tiles` is the result of `kernel.choose_tiles`. Returns parts [P, n, F] in float32; a single part is in `dtype`.
     """
     (n, D), F = x.shape, weights.shape[1]
     rows, num_row_blocks, inputs, columns, num_parts = tiles
-    # fp8 goes in as bytes, because Triton's frontend rejects float8_e4m3fn for an MI300X.
+    # Pass fp8 as bytes, because Triton's frontend rejects float8_e4m3fn for an MI300X.
     is_fp8 = weights.dtype == jnp.float8_e4m3fn
     operands = [x, jax.lax.bitcast_convert_type(weights, jnp.uint8) if is_fp8 else weights]
     operands.append(x if scales is None else scales)  # without scales, a placeholder
@@ -91,12 +90,12 @@ def kernel(
     is_cuda: tl.constexpr,
     divisor: tl.constexpr,
 ):
-    """Computes part of a column of tiles for a block of rows: x [n, D], weights [D, F], out [num_parts, n, F]."""
+    """Computes part of a column of tiles for some rows; x is [n, D], weights [D, F], and out [num_parts, n, F]."""
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     part = tl.program_id(1)
     row = tl.program_id(2) * rows + tl.arange(0, rows)
     inner = tl.arange(0, inputs)
-    # For bytes, rows are loaded in an order in which a thread's own rows are neighbouring inputs: see `multiply_tile`.
+    # Load byte rows in an order in which each thread's own rows are neighbouring inputs (see `multiply_tile`).
     per_thread: tl.constexpr = inputs // num_threads
     order = inner % num_threads * per_thread + inner // num_threads if is_fp8 else inner
     num_tiles: tl.constexpr = (D + inputs - 1) // inputs
@@ -114,7 +113,7 @@ def kernel(
             if is_cuda:
                 tile_of_weights = tile_of_weights.to(tl.float8e4nv, bitcast=True).to(tl.float32)
             else:
-                # As `convert_fp8`: s eeee fff -> s 0 eeee fff 0000000, a float16 of the number divided by `divisor`.
+                # As in `convert_fp8`, s eeee fff -> s 0 eeee fff 0000000 gives the number / `divisor` in float16.
                 bits = ((tile_of_weights.to(tl.int32) << 24) >> 1) >> 16
                 tile_of_weights = (bits & 0xBF80).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         product = tl.dot(x_tile, tile_of_weights.to(dtype), input_precision="ieee")

@@ -1,9 +1,9 @@
-"""The kernel of `block_scaled_matmul`: multiplies a few rows by one matrix, or by several matrices in one launch.
+"""The kernel of `block_scaled_matmul`, which multiplies a few rows by one matrix, or by several in one launch.
 
-It loads each weight once, 16 bytes per thread, and runs enough programs that tiles are always in flight. One form
-serves 1 to 64 rows and weights of any dtype. Rows are padded to at least 16, the fewest that tensor cores multiply;
-tensor cores also need fewer instructions per weight than scalar multiplication. Up to 16 rows run the same code in the
-same order, so a row gets the same bits alone, in a batch, and among the draft tokens that are verified with it.
+It loads each weight once, 16 bytes per thread, and runs enough programs that tiles are always in flight. The same code
+handles 1 to 64 rows and weights of any dtype. Rows are padded to at least 16, the minimum for tensor cores, which also
+need fewer instructions per weight than scalar multiplication. Up to 16 rows run the same code in the same order, so a
+row gets the same bits alone, in a batch, and among the draft tokens that are verified with it.
 """
 
 import functools
@@ -22,14 +22,14 @@ TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 
 
 
 def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list[jax.Array]:
-    """Multiplies a few rows by several matrices. A program computes a column of tiles of one matrix, or a part of it.
+    """Multiplies a few rows by several matrices. Each program computes all or part of a column of tiles of one matrix.
 
     Args:
-        x: [n, D] floating, n <= 64, or any number within `batch_invariant`.
-        matrices: Pairs of weights [D, F], of one dtype, and scales [ceil(D / block), F] or None for all of them.
+        x: [n, D] floating, with n <= 64, or with any n inside `batch_invariant`.
+        matrices: Pairs of weights [D, F], all of one dtype, and scales [ceil(D / block), F], or None in every pair.
 
     Returns:
-        For each matrix the parts [P, n, F]: float32, or `dtype` if there is one part.
+        The parts [P, n, F] for each matrix, in float32 or, if there is only one part, in `dtype`.
     """
     (n, D), (first_weights, first_scales) = x.shape, matrices[0]
     is_one_byte = first_weights.dtype.itemsize == 1
@@ -38,8 +38,8 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     num_tiles, num_columns = pl.cdiv(D, inputs), [pl.cdiv(F, columns) for F in widths]
     out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
 
-    # Grid: (row blocks if there are several, tile columns of all matrices in order, parts of D). The arrays are passed
-    # whole, and the kernel computes addresses.
+    # The grid is (row blocks if there are several, tile columns of all matrices in order, parts of D). The arrays are
+    # passed whole, and the kernel computes addresses.
     operands = [array for matrix in matrices for array in matrix if array is not None]
     return pl.pallas_call(
         functools.partial(
@@ -55,9 +55,9 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
         ),
         out_shape=[jax.ShapeDtypeStruct((num_parts, n, F), out_dtype) for F in widths],
         grid=(*([num_row_blocks] if num_row_blocks > 1 else []), sum(num_columns), num_parts),
-        # Stages prefetch tiles through shared memory. One-byte weights use none: their row order must reach registers
-        # unchanged (see the kernel), and other programs hide the latency. 64 rows use 3 stages, which fill the 64 KB of
-        # an MI300X.
+        # Stages prefetch tiles through shared memory. One-byte weights are not prefetched, because their row order must
+        # reach registers unchanged (see the kernel), and other programs hide the latency. For 64 rows, 3 stages fill
+        # the 64 KB of an MI300X.
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_one_byte else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_row_blocks * padded * D * sum(widths),
@@ -76,7 +76,7 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
 def choose_tiles(x, matrices, *, block, dtype) -> tuple[int, int, int, int, int]:
     """Returns the rows per tile, the number of row blocks, the inputs and columns per tile, and the number of parts.
 
-    Arguments as in `multiply_few_rows`. The parts stay float32; `PartialSums` adds them.
+    The arguments are as in `multiply_few_rows`. The parts stay float32; `PartialSums` adds them.
     """
     (n, D), (weights, scales) = x.shape, matrices[0]
     rows, num_row_blocks = tile_rows(n)
@@ -98,8 +98,8 @@ def tile_rows(n: int) -> tuple[int, int]:
 def choose_tile(F: int, weights_dtype, dtype, block: int | None) -> tuple[int, int]:
     """Chooses the tile of the weights.
 
-    It has 16 KB, or less if x is multiplied in float32, because exact float32 products run without tensor cores and
-    need more registers. A scaled tile never crosses a block of inputs, so one scale per column covers it.
+    A tile has 16 KB, or less if x is multiplied in float32, because exact float32 products run without tensor cores and
+    need more registers. A scaled tile never crosses a block of inputs, so it needs only one scale per column.
 
     Args:
         F: Columns of the widest matrix.
@@ -117,15 +117,15 @@ def choose_tile(F: int, weights_dtype, dtype, block: int | None) -> tuple[int, i
 def count_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     """Returns the number of parts that a column of tiles is split into.
 
-    Full bandwidth of an H100 needs about 25 KB of loads in flight per processor. Each program keeps three tiles of
-    16 KB in flight, so two programs per processor suffice; programs with one-byte weights keep half a tile on
-    average, so they need three. More programs than run at once would add a second wave that takes as long as the first.
+    Full bandwidth on an H100 needs about 25 KB of loads in flight per processor. Each program keeps three tiles of
+    16 KB in flight, so two programs per processor suffice; a program with one-byte weights keeps half a tile in flight
+    on average, so three are needed. Additional programs would form a second wave that takes as long as the first.
 
-    A part has at least 16 inputs per row. Below that, writing and reading the partial sums moves more than half as many
-    bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits with 0 or 15 other
-    rows.
+    A part has at least 16 inputs per row. With fewer inputs, writing and reading the partial sums would move more than
+    half as many bytes as loading the fp8 weights. Only the padded number of rows matters, so a row gets the same bits
+    with 0 or 15 other rows.
 
-    The next kernel adds the parts in one program per row. Beyond four parts this costs more time than the split saves,
+    The next kernel adds the parts in one program per row. More than four parts cost more time than the split saves,
     unless fewer than half of the processors would have a program (bfloat16 weights on an H100; docs/results/gpu.md).
     """
     max_programs = (3 if is_one_byte else 2) * num_processors()
@@ -134,8 +134,7 @@ def count_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
 
 
 def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_row_blocks, has_scales, is_integer_fp8):
-    """Computes part of a column of tiles: x_ref [n, D]; weights_ref [D, F], scales_ref [blocks, F] of each matrix;
-    out_ref [parts, n, F] of each."""
+    """Computes part of a column of tiles; x is [n, D], weights [D, F], scales [blocks, F], results [parts, n, F]."""
     num_matrices, arrays = len(num_columns), 2 if has_scales else 1
     matrix_refs, out_refs = refs[: num_matrices * arrays], refs[num_matrices * arrays :]
     axis = 1 if has_row_blocks else 0
@@ -180,7 +179,7 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
 
 
 def load_inputs(x_ref, row, first, inputs):
-    """Loads `inputs` inputs of each row of x_ref [n, D] from `first` on, inside a kernel; returns [rows, inputs]."""
+    """Loads `inputs` inputs from `first` on for each row of x_ref [n, D], inside a kernel; returns [rows, inputs]."""
     inner, D = first + jnp.arange(inputs), x_ref.shape[1]
     return _load(x_ref, row, inner, inner < D if D % inputs else None)
 
@@ -190,13 +189,13 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
 
     One-byte weights need two rearrangements to reach the tensor cores without slow byte moves:
 
-    - Row order. A thread loads 16 neighbouring columns of every 16th row, but a tensor core takes neighbouring inputs
-      of one column. So the rows are loaded in an order in which each thread's own rows are neighbouring inputs. The
-      bytes then move between threads four at a time. This form has no pipeline stages: they would store the tile along
-      F in shared memory, from which single bytes come out.
-    - Conversion. fp8 goes to float16, float32 and then bfloat16, all at full rate. The direct conversion from float16
-      to bfloat16 runs at a quarter of the rate on an H100. With `is_integer_fp8` integer arithmetic does it, in
-      which NaN becomes 480, and the result is divided by `FP8_DIVISOR`.
+    - Row order. A thread loads 16 neighbouring columns of every 16th row, but a tensor core needs neighbouring inputs
+      of one column. The rows are therefore loaded in an order in which each thread's own rows are neighbouring inputs.
+      The bytes then move between threads four at a time. There are no pipeline stages, because these would store the
+      tile along F in shared memory, from which it could be read only byte by byte.
+    - Conversion. fp8 is converted to float16, float32 and then bfloat16, all at full rate. The direct conversion from
+      float16 to bfloat16 runs at a quarter of the rate on an H100. With `is_integer_fp8`, integer arithmetic converts
+      fp8; NaN then becomes 480, and the result is divided by `FP8_DIVISOR`.
 
     Args:
         x: [rows, inputs], from `load_inputs`.
@@ -230,14 +229,14 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
     else:
         weights = weights.astype(jnp.float32).astype(x.dtype)
     product = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    # Scale the tile's sum instead of its weights: one multiplication per output instead of one per weight.
+    # Scale the tile's sum instead of its weights, which needs one multiplication per output instead of one per weight.
     for scales_ref in scales_refs:
         product = product * _load(scales_ref, first // block + jnp.arange(1), column, is_column)
     return product
 
 
 def _load(ref, row, column, is_column):
-    """Loads `ref[row, column]`, zero outside the array; builds a mask only where the last tile exceeds it."""
+    """Loads `ref[row, column]`, with zeros outside the array; masks only if the last tile extends beyond the array."""
     masks = [] if is_column is None else [jnp.broadcast_to(is_column[None, :], (len(row), len(column)))]
     if ref.shape[0] % len(row):
         masks.append(jnp.broadcast_to((row < ref.shape[0])[:, None], (len(row), len(column))))

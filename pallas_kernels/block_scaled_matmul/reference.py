@@ -1,4 +1,4 @@
-"""`block_scaled_matmul` in plain JAX: the reference, and the form that runs if the kernel does not."""
+"""`block_scaled_matmul` in plain JAX, both the reference and the form that runs if the kernel does not."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def block_scaled_matmul_reference(x, weights, scales=None, *, block=128):
 
 
 def block_scaled_matmul_xla(x, weights, scales, block):
-    """Rounds the scaled weights to x's dtype, which the tensor cores need for many rows."""
+    """Computes `block_scaled_matmul` with weights rounded to x's dtype, which tensor cores need for many rows."""
 
     def product():
         return x @ (weights if scales is None else _dequantised(weights, scales, block)).astype(x.dtype)

@@ -1,22 +1,22 @@
-"""The gated delta rule, a linear attention with one recurrent state per head: ops, kernels and references.
+"""Ops, kernels and references for the gated delta rule, a linear attention with one recurrent state per head.
 
 Per token `S <- exp(log_decay) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q` (2412.06464, equation 10). u is
 the token's correction.
 
 | op | use | limit on a GPU |
 |---|---|---|
-| `gated_delta_verify` | a few draft tokens: outputs and corrections u, no state | bytes: reads the state |
-| `gated_delta_replay` | the state after the accepted tokens | bytes: XLA reads and writes the state (no kernel) |
-| `gated_delta_steps` | a few committed tokens: outputs and the last state | bytes: reads and writes the state |
-| `gated_delta` | prefill and training, in chunks: outputs and the last state | latency, see the kernels |
+| `gated_delta_verify` | outputs and corrections u for a few draft tokens, no state | bytes of the state, read once |
+| `gated_delta_replay` | the state after the accepted tokens | bytes of the state, read and written by XLA (no kernel) |
+| `gated_delta_steps` | outputs and the last state for a few committed tokens | bytes of the state, read and written |
+| `gated_delta` | outputs and the last state in chunks, for prefill and training | latency, see the kernels |
 
-Verify plus replay move the state three times, for any number W of draft tokens. Keeping the state after each token
-would move it W + 4 times (one read and W writes, then two reads and one write to select one of the states), and would
-hold W states of every layer until the tokens are accepted.
+Verify and replay together move the state three times, for any number W of draft tokens. Keeping the state after each
+token would move it W + 4 times (one read and W writes, then two reads and one write to select one of the states), and
+would hold W states of every layer until the tokens are accepted.
 
-Shapes in all ops: q and k `[B, T, K, P]` for K key heads, v `[B, T, J, Q]` for J value heads, all of the same floating
-dtype. Value head j reads key head j // (J / K). log_decay (at most 0) and beta are `[B, T, J]` float32, the state `[B,
-J, P, Q]` float32. Outputs and corrections are `[B, T, J, Q]` float32.
+In all ops, q and k are `[B, T, K, P]` for K key heads and v is `[B, T, J, Q]` for J value heads, all of the same
+floating dtype. Value head j reads key head j // (J / K). log_decay (at most 0) and beta are `[B, T, J]` float32, and
+the state is `[B, J, P, Q]` float32. Outputs and corrections are `[B, T, J, Q]` float32.
 """
 
 import jax
@@ -62,7 +62,7 @@ def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto")
 def gated_delta_replay(k, log_decay, corrections, state, num_accepted) -> jax.Array:
     """Computes the state after the accepted tokens from the corrections of `gated_delta_verify`.
 
-    The result equals the state that `gated_delta_steps` computes except in the last bit, because compilers may or may
+    The result may differ from the state that `gated_delta_steps` computes in the last bit, because compilers may or may
     not round between product and sum. XLA reads the state once and writes it in place.
 
     Args:
@@ -80,7 +80,7 @@ def gated_delta_replay(k, log_decay, corrections, state, num_accepted) -> jax.Ar
         decay, k, correction = token
         return state * decay + k * correction, None
 
-    # Without q and v a step needs no product with the state: it decays and adds a rank-one update.
+    # Without q and v, a step needs no product with the state; it only decays the state and adds a rank-one update.
     tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), (decay, k, corrections))
     replayed, _ = jax.lax.scan(step, state.reshape(B, K, J // K, P, Q), tokens, unroll=T <= MAX_UNROLLED_TOKENS)
     return replayed.reshape(state.shape)
@@ -92,8 +92,8 @@ def gated_delta(
     """Processes many tokens in chunks, for prefill and training.
 
     The kernel multiplies in float32 if v is float32. Otherwise it rounds the factors of each product to v's dtype,
-    except those of the triangular systems, and accumulates in float32. Differentiable in reverse mode: the backward
-    pass differentiates the reference and recomputes the forward pass.
+    except in the triangular systems, and accumulates in float32. Differentiable in reverse mode; the backward pass
+    differentiates the reference and recomputes the forward pass.
 
     Args:
         segment_ids: `[B, T]` int32 document ids, or None. The first document starts from `state`, later documents from
@@ -122,7 +122,7 @@ def _checked_sizes(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[st
     if J % K:
         raise ValueError(f"{J} value heads are not a multiple of {K} key heads")
     if B * T == 0:
-        raise ValueError(f"q {q.shape} holds no tokens")
+        raise ValueError(f"q {q.shape} contains no tokens")
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(v.dtype, jnp.floating):
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, but must have the same floating dtype")
     for name, array in {"log_decay": log_decay, "beta": beta, "state": state}.items():

@@ -1,4 +1,4 @@
-"""The gated delta rule in plain JAX: token by token, which defines the meaning, and in chunks."""
+"""The gated delta rule in plain JAX, both token by token, which defines the meaning, and in chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def gated_delta_steps_reference(q, k, v, log_decay, beta, state):
 
 
 def gated_delta_reference(q, k, v, log_decay, beta, state, segment_ids=None):
-    """Computes `gated_delta` in chunks in plain JAX: outputs and the last state.
+    """Computes `gated_delta` in chunks in plain JAX; returns the outputs and the last state.
 
     Within a chunk the corrections `u_i = beta_i (v_i - S_i^T k_i)` solve a unit lower triangular system (the WY form of
     2406.06484 with the decays of 2412.06464).
@@ -44,7 +44,7 @@ def gated_delta_reference(q, k, v, log_decay, beta, state, segment_ids=None):
         segment_ids = jnp.zeros((B, T), jnp.int32)
 
     def chunks(x, mode="constant"):
-        """`[B, T, J, ...]` -> `[chunks, B, J, C, ...]`, the last chunk padded."""
+        """Splits `[B, T, J, ...]` into `[chunks, B, J, C, ...]`, and pads the last chunk."""
         x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])), mode=mode)
         x = x.reshape(B, -1, C, *x.shape[2:]).swapaxes(0, 1)
         return x.swapaxes(2, 3) if x.ndim > 3 else x
@@ -56,8 +56,8 @@ def gated_delta_reference(q, k, v, log_decay, beta, state, segment_ids=None):
     index = jnp.arange(C)
     is_visible = (segment[:, :, :, None] == segment[:, :, None, :]) & (index[:, None] >= index[None, :])[None, None]
     is_earlier = (index[:, None] > index[None, :])[None, None, None]
-    # Decay from token j to token i, [.., i, j]; 0 across documents. Each sum runs separately: a difference of running
-    # sums would lose its digits to the large sums of earlier decays.
+    # Decay from token j to token i, [.., i, j]; 0 across documents. Compute each sum separately, because a difference
+    # of running sums would lose its digits to the large sums of earlier decays.
     steps = jnp.where(is_earlier, log_decay[..., :, None], 0)
     decay = jnp.exp(jnp.where(is_visible[:, :, None], jnp.cumsum(steps, axis=-2), -jnp.inf))
     # Decay from the incoming state to each token, and from each token to the outgoing state.
@@ -70,11 +70,11 @@ def gated_delta_reference(q, k, v, log_decay, beta, state, segment_ids=None):
     right_hand_side = beta[..., None] * jnp.concatenate([v, decay_from_state[..., None] * k], axis=-1)
     solved = jax.scipy.linalg.solve_triangular(system, right_hand_side, lower=True, unit_diagonal=True)
     from_values, from_incoming = jnp.split(solved, [v.shape[-1]], axis=-1)
-    # Attention within the chunk: how much each correction contributes to each output.
+    # The attention within the chunk weights each correction's contribution to each output.
     attention = decay * jnp.einsum("nBJIP,nBJKP->nBJIK", q, k)
 
     def step(state, chunk):
-        # Only this part is sequential: the state passes from chunk to chunk through four products.
+        # Only this part is sequential, because the state passes from chunk to chunk through four products.
         from_values, from_incoming, attention, q, k, chunk_decay = chunk
         corrections = from_values - from_incoming @ state
         output = q @ state + attention @ corrections

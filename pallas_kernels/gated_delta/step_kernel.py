@@ -11,18 +11,18 @@ from pallas_kernels.gated_delta.masked_load import bounds_mask, load_in_bounds, 
 
 
 def gated_delta_steps_triton(q, k, v, log_decay, beta, state, *, is_committed, interpret):
-    """Runs the token-by-token kernel: outputs, and the last state if the tokens are committed, else corrections.
+    """Runs the token-by-token kernel; returns the outputs, and the last state if committed or else the corrections.
 
     Each program keeps some columns of one head's state in registers through all tokens.
     """
     (B, T, K, P), (J, Q) = q.shape, v.shape[2:]
     padded = pl.next_power_of_2(P)
-    # The columns of a state are independent, so they are split over programs: 32 float32 columns give loads of 128
+    # The columns of a state are independent, so split them over programs. With 32 float32 columns, loads have 128
     # bytes, and several programs fit on an SM. Every split reads all queries and keys again.
     columns = min(pl.next_power_of_2(Q), 32)
     num_splits = pl.cdiv(Q, columns)
     per_split = J // K * num_bytes(q, k) + num_bytes(log_decay, beta)
-    # Grid: (column splits, value heads, rows). A value head reads the queries and keys of its key head.
+    # The grid is (column splits, value heads, rows). A value head reads the queries and keys of its key head.
     keys = pl.BlockSpec((None, T, None, padded), lambda part, j, b: (b, 0, j // (J // K), 0))
     values = pl.BlockSpec((None, T, None, columns), lambda part, j, b: (b, 0, j, part))
     scalars = pl.BlockSpec((None, T, None), lambda part, j, b: (b, 0, j))
@@ -61,28 +61,28 @@ def _steps_kernel(
     value_width,
     is_committed,
 ):
-    """Runs all tokens on some columns of one head's state.
+    """Applies all tokens to some columns of one head's state.
 
-    q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref [padded, columns]. state_or_corrections_ref gets
-    the last state [padded, columns], or the corrections [T, columns].
+    q_ref and k_ref are [T, padded], v_ref and out_ref [T, columns], and state_ref [padded, columns].
+    state_or_corrections_ref gets the last state [padded, columns] or the corrections [T, columns].
 
-    Calculated bottleneck on an H100 with heads of 128 x 128: for one token, moving the state. Each further token adds 4
-    operations per element of the state, so arithmetic may dominate from about 5 tokens on. At batch 1 there are too few
-    programs to fill the memory pipeline, so the time is the latency of one load plus T steps.
+    Calculated bottleneck for one token on an H100 with heads of 128 x 128: moving the state. Each further token adds 4
+    operations per element of the state, so arithmetic may dominate from about 5 tokens on. At batch 1, there are too
+    few programs to fill the memory pipeline, so the time is the latency of one load plus T steps.
     """
     (num_tokens, padded), columns = q_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns
     limits, value_mask = (width, num_columns), bounds_mask((columns,), (num_columns,))
 
     def load(t):
-        """Loads one token: q, k [padded, 1], v [columns], log_decay and beta, in float32."""
+        """Loads one token's q and k [padded, 1], v [columns], log_decay and beta, in float32."""
         q, k = (load_in_bounds(ref.at[t], (padded,), (width,)).astype(jnp.float32)[:, None] for ref in (q_ref, k_ref))
         v = load_in_bounds(v_ref.at[t], (columns,), (num_columns,)).astype(jnp.float32)
         return q, k, v, plt.load(log_decay_ref.at[t]), plt.load(beta_ref.at[t])
 
     def step(t, state, token):
         q, k, v, log_decay, beta = token
-        # The rule of the package docstring on [padded, columns], in float32: decay, correct, add k u^T, read with q.
+        # Apply the package docstring's rule to [padded, columns] in float32: decay, correct, add k u^T, read with q.
         state = state * jnp.exp(log_decay)
         correction = (v - jnp.sum(state * k, axis=0)) * beta
         state = state + k * correction[None, :]

@@ -1,8 +1,7 @@
-"""A mixture of SwiGLU experts: runs each token through the experts that the router chose for it.
+"""A mixture of SwiGLU experts, which runs each token through the experts that the router chose for it.
 
-Bottleneck: with few tokens, reading the chosen experts' weights, each byte once; with many tokens, multiplications. The
-kernels read only the weights of experts that at least one token chose. XLA's `ragged_dot` and dense products read all
-experts.
+Bottleneck: with few tokens, reading the chosen experts' weights once; with many tokens, multiplications. The kernels
+read only the weights of experts that at least one token chose. XLA's `ragged_dot` and dense products read all experts.
 """
 
 import functools
@@ -24,10 +23,10 @@ from pallas_kernels.grouped_matmul.reference import (
 )
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, route_few_tokens, route_many_tokens
 
-# Plain JAX passes up to this many tokens through every active expert: reading the weights costs more than the
-# unnecessary products. Measured on a CPU.
+# Plain JAX passes up to this many tokens through every active expert, because reading the weights costs more than the
+# unnecessary products (measured on a CPU).
 MAX_FEW_TOKENS = 128
-# The kernels use `route_few_tokens` up to this many tokens. With more, each program's scan of all ids costs too much.
+# The kernels use `route_few_tokens` up to this many tokens. With more tokens, each program's scan of all ids is slow.
 MAX_ROUTE_FEW_TOKENS = 64
 
 
@@ -53,7 +52,7 @@ def grouped_matmul(
     depend on other rows if there are at most 64 rows. The kernels are differentiable in reverse mode, except for fp8.
 
     Args:
-        x: [n, D] float32 or bfloat16; "xla" takes any floating dtype.
+        x: [n, D] float32 or bfloat16; "xla" supports any floating dtype.
         ids: [n, k] integer expert ids. Ids of E or more select no expert.
         weights: [n, k] floating, the router's weights.
         gate_up: [E, D, 2, F] in x's dtype, or float8_e4m3fn.
@@ -61,7 +60,7 @@ def grouped_matmul(
         gate_up_scales: [E, ceil(D / block), 2, F] float32 for fp8, else None.
         down_scales: [E, ceil(F / block), D] float32 for fp8, else None.
         block: Number of neighbouring inputs that share a scale.
-        inference: Promises that no gradient is taken, so "xla" may use a loop without a reverse mode.
+        inference: Promises that no gradient is needed, so "xla" may use a loop that has no reverse mode.
 
     Returns:
         [n, D] in x's dtype.
@@ -73,7 +72,7 @@ def grouped_matmul(
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
     n, k = ids.shape
-    # The kernels' limits: dtypes with a tensor-core form here, and for fp8 pairs of columns and tiles within a block.
+    # The kernels support float32 and bfloat16. For fp8, columns must form pairs, and tiles must fit into blocks.
     reason = None
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         reason = f"the kernels support float32 and bfloat16, not {x.dtype}"
@@ -111,7 +110,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, inference: bool) -> float:
-    """Compares the output (and without `inference` the gradients) with the plain sum over experts, on small arrays."""
+    """Compares the output and, without `inference`, the gradients with the plain sum over experts, on small arrays."""
     n, k, E, D, F, block = 5, 2, 4, 128, 64, 32
     keys = iter(jax.random.split(jax.random.key(0), 7))
     x = jax.random.normal(next(keys), (n, D), dtype)
@@ -169,7 +168,7 @@ def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):
 
 
 def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, inference):
-    """Chooses a plain JAX form by the number of tokens and the platform that the call is lowered for."""
+    """Chooses a plain JAX form for the number of tokens and the platform that the call is lowered for."""
     experts = (gate_up, down, gate_up_scales, down_scales)
     if not inference or len(x) > MAX_FEW_TOKENS:
         if gate_up_scales is not None:
@@ -190,12 +189,12 @@ def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_sca
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def _grouped_matmul_triton(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, interpret):
-    """Runs two kernels: gate and up with SwiGLU, then down. Besides weights only [n * k, F] and [n * k, D] move."""
+    """Runs two kernels, gate and up with SwiGLU, then down. Apart from weights, only [n * k, F] and [n * k, D] move."""
     num_experts = len(down)
     has_few_tokens = len(x) <= MAX_ROUTE_FEW_TOKENS
     route = route_few_tokens(ids, num_experts) if has_few_tokens else _route_many(ids, down, x.dtype)[0]
-    # Hidden rows are rounded to x's dtype for the second product. Few tokens keep float32 outputs until the weighted
-    # sum.
+    # Hidden rows are rounded to x's dtype for the second product. With few tokens, the outputs stay float32 until the
+    # weighted sum.
     multiply = functools.partial(grouped_matmul_kernel, route, block=block, interpret=interpret)
     hidden = multiply(x, gate_up, scales=gate_up_scales, out_dtype=x.dtype)
     keeps_float32 = has_few_tokens or is_batch_invariant()
@@ -212,7 +211,7 @@ def _route_many(ids, down, dtype):
 
 
 def _weighted_sum(ids, weights, expert_outputs, num_experts):
-    """Sums each token's expert outputs in choice order: expert_outputs [n * k, D] -> [n, D] float32.
+    """Sums each token's weighted expert outputs [n * k, D] in choice order; returns [n, D] float32.
 
     The fixed order keeps a token's bits independent of other tokens.
     """
@@ -221,7 +220,7 @@ def _weighted_sum(ids, weights, expert_outputs, num_experts):
     total = jnp.zeros((n, expert_outputs.shape[-1]), jnp.float32)
     for choice in range(k):
         weighted = weights[:, choice, None].astype(jnp.float32) * expert_outputs[:, choice].astype(jnp.float32)
-        # The kernels do not write rows for pairs without an expert, so their memory may hold anything.
+        # The kernels do not write rows for pairs without an expert, so these rows may hold anything.
         total += jnp.where(ids[:, choice, None] < num_experts, weighted, 0.0)
     return total
 
@@ -243,8 +242,8 @@ def _forward(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block,
 def _backward(block, interpret, residuals, gradient):
     """Differentiates the experts with four grouped products and elementwise code on [n * k, F].
 
-    With `h = silu(g) u` and `q = dy Wd^T` per pair, the gradient of the pair's weight is `h . q`, and that of h is
-    `weight * q`.
+    With `h = silu(g) u` and `q = dy Wd^T` per pair, the gradient of the pair's weight is `h . q`, and the gradient of h
+    is `weight * q`.
     """
     del block
     x, ids, weights, gate_up, down, gate_up_products = residuals
@@ -256,21 +255,21 @@ def _backward(block, interpret, residuals, gradient):
     )
     has_expert = ids.reshape(-1, 1) < E
     gate, up = (gate_up_products[:, part].astype(jnp.float32) for part in range(2))
-    # Product 1: q, the output gradient pulled back through the down projection.
+    # Product 1 is q, the output gradient pulled back through the down projection.
     unweighted_d_hidden = multiply(gradient, down, out_dtype=x.dtype).astype(jnp.float32)
     weight = weights.reshape(-1, 1).astype(jnp.float32)
-    # Elementwise: gradients of the router weights, and of gate and up through `silu(g) = g sigmoid(g)`.
+    # Elementwise, compute gradients of the router weights, and of gate and up through `silu(g) = g sigmoid(g)`.
     sigmoid_gate = jax.nn.sigmoid(gate)
     hidden = gate * sigmoid_gate * up
     d_weights = jnp.where(has_expert, hidden * unweighted_d_hidden, 0.0).sum(axis=1).reshape(weights.shape)
     d_gate = weight * unweighted_d_hidden * up * sigmoid_gate * (1 + gate * (1 - sigmoid_gate))
     d_up = weight * unweighted_d_hidden * gate * sigmoid_gate
     d_gate_up_products = jnp.concatenate([d_gate, d_up], axis=1).astype(x.dtype)
-    # Product 2: back through gate and up, summed over each token's choices with weight 1.
+    # Product 2 goes back through gate and up, and is summed over each token's choices with weight 1.
     d_x = _weighted_sum(
         ids, jnp.ones_like(weights), multiply(d_gate_up_products, gate_up.reshape(E, D, 2 * F), out_dtype=x.dtype), E
     )
-    # Products 3 and 4: outer products summed per expert, the gradients of the weights.
+    # Products 3 and 4 are outer products summed per expert, which are the gradients of the expert weights.
     d_gate_up = sum_outer_products(x, d_gate_up_products).reshape(gate_up.shape)
     d_down = sum_outer_products((weight * hidden).astype(x.dtype), gradient)
     return d_x.astype(x.dtype), None, d_weights.astype(weights.dtype), d_gate_up, d_down, None, None

@@ -1,15 +1,15 @@
 """Multiplies rows by the matrix of the expert that each row chose.
 
-Each program takes rows of one expert and one slab of output columns, and writes each row at its pair's index
-(`route.py`). So the output needs no sort, no two programs write the same element, and the same call gives the same
-bits.
+Each program computes rows of one expert for one slab of output columns, and writes each row at its pair's index
+(`route.py`). The output therefore needs no sort, no two programs write the same element, and repeated calls give the
+same bits.
 
 Bottleneck: reading the active experts with `route_few_tokens`, and multiplications with `route_many_tokens`.
 
-fp8 weights enter as `uint16`, two columns each, for two reasons. Tensor cores need two neighbouring rows of a column
-packed together, but the path from shared memory transposes 16-bit numbers and not bytes. Also, Pallas uses 32-bit
-offsets for arrays up to 2^32 bytes, which overflow for 2^31 or more one-byte elements, as in DeepSeek-V3's `down`; with
-16-bit elements they cannot.
+fp8 weights are passed as `uint16`, with two columns per element, for two reasons. Tensor cores need two neighbouring
+rows of a column packed together, but the path from shared memory can transpose 16-bit numbers only, not bytes. Also,
+Pallas uses 32-bit offsets for arrays up to 2^32 bytes, which overflow for 2^31 or more one-byte elements, as in
+DeepSeek-V3's `down`; with 16-bit elements they cannot overflow.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from pallas_kernels.device import call_by_platform, die_order, num_processors
 from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, Route
 
-SHARED_MEMORY_BYTES = 60 * 1024  # per program: an MI300X has 64 KB, and three programs fit an H100's SM
+SHARED_MEMORY_BYTES = 60 * 1024  # per program; an MI300X has 64 KB, and three programs fit on an H100's SM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tile:
     """The part of a weight matrix that a program multiplies by in one step.
 
     Attributes:
-        columns: Elements in memory; with fp8 each holds two columns.
+        columns: Elements per row in memory; with fp8, each element holds two columns.
         depth: Inputs.
         num_warps: Warps per program.
         num_stages: Pipeline stages.
@@ -49,26 +49,26 @@ class Tile:
 
 
 def _choose_tile(route: Route, x, weight, K, N, num_parts, num_lanes, block) -> Tile:
-    """Chooses the tile by shapes; `depth` does not depend on the number of tokens.
+    """Chooses the tile for the shapes; `depth` does not depend on the number of tokens.
 
-    With fp8, the depth decides how many terms are summed before the scale is applied, so it would change a row's bits.
+    With fp8, the depth is the number of terms that are summed before scaling, so a new depth would change a row's bits.
     """
     itemsize = weight.dtype.itemsize
     if route.rows_per_product == MIN_ROWS:
-        # Few tokens: a step reads whole cache lines of 128 bytes, or half lines if whole lines would give too few
+        # With few tokens, a step reads whole cache lines of 128 bytes, or half lines if whole lines would give too few
         # programs to keep the processors busy. fp8 needs more programs, because unpacking takes time.
         columns, depth = 128 // itemsize, 32 if itemsize == 4 else 64
         num_programs = min(route.num_pairs, route.num_experts) * pl.cdiv(N // num_lanes, columns)
         if num_programs < num_processors() * (0.75 if num_lanes == 1 else 1.5):
             columns //= 2
     else:
-        # Many tokens: as large as the registers hold, since multiplication is the limit.
+        # With many tokens, make the tile as large as registers can hold, because multiplication is the limit.
         columns, depth = (64 if num_parts == 2 else 128) // num_lanes, 32
     columns = max(MIN_ROWS, min(columns, pl.next_power_of_2(N // num_lanes)))
     depth = max(MIN_ROWS, min(depth, pl.next_power_of_2(K)))
     if num_lanes == 2:
-        depth = min(depth, block & -block)  # a step has one scale per column, so its depth divides the block
-    # Stages: as many tiles in flight as shared memory holds; more than `max_stages` would spill registers.
+        depth = min(depth, block & -block)  # a step has one scale per column, so its depth must divide the block
+    # Keep as many tiles in flight as shared memory can hold; more than `max_stages` would spill registers.
     stage_bytes = depth * (
         columns * num_parts * itemsize + route.max_products * route.rows_per_product * x.dtype.itemsize
     )
@@ -90,7 +90,7 @@ def grouped_matmul_kernel(
     interpret=False,
     platform=None,
 ) -> Any:
-    """Multiplies each pair's row by its expert's matrix: x [R, K], weight [E, K, N] -> [n * k, N].
+    """Multiplies each pair's row of x [R, K] by its expert's matrix from weight [E, K, N]; returns [n * k, N].
 
     Sums are float32. Rows of pairs without an expert (id of E or more) are not written.
 
@@ -99,7 +99,7 @@ def grouped_matmul_kernel(
         x: [R, K] with one row per pair or per token.
         weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x gate) * (x up)`.
         out_dtype: Dtype of the result.
-        scales: float32 for fp8 weights [..., K, ...]: [..., ceil(K / block), ...], otherwise of the same shape.
+        scales: For fp8 weights, float32 in the shape of the weight but with ceil(K / block) entries along the K axis.
         transposed: The weight is [E, N, K].
         return_products: Also return the products with gate and up, for the backward pass.
         platform: "cuda" or "rocm", which differ in the order of programs; None: the platform that the call is lowered
@@ -112,21 +112,21 @@ def grouped_matmul_kernel(
     num_parts, num_lanes = weight.ndim - 2, 1 if scales is None else 2
     bytes_per_expert = weight.size // E * weight.dtype.itemsize
     if scales is not None:
-        # Reinterpret pairs of fp8 columns as uint16 (see the module docstring); a lane is one of the two.
+        # Reinterpret pairs of fp8 columns as uint16 (see the module docstring); a lane is one column of a pair.
         scales = scales.reshape(E, -1, num_parts, N // 2, 2)
         weight = jax.lax.bitcast_convert_type(weight.reshape(*weight.shape[:-1], N // 2, 2), jnp.uint16)
     if not transposed:
         weight = weight.reshape(E, K, num_parts, N // num_lanes)
     tile = _choose_tile(route, x, weight, K, N, num_parts, num_lanes, block)
     if scales is not None:
-        # Scales are loaded in each step, and once before the first.
+        # Scales are loaded in each step, and once before the first step.
         bytes_per_expert += 4 * N * num_parts * (pl.cdiv(K, tile.depth) + 1)
     num_slabs = pl.cdiv(N // num_lanes, tile.columns)
     outputs = [jax.ShapeDtypeStruct((route.num_pairs, N // num_lanes, num_lanes), out_dtype)]
     if return_products:
         outputs.append(jax.ShapeDtypeStruct((route.num_pairs, num_parts, N), x.dtype))
     inputs = [x, weight] + ([] if scales is None else [scales])
-    # The number of active experts depends on the ids. The cost estimate assumes the maximum, read again for each block.
+    # The number of active experts depends on the ids. The cost estimate assumes the maximum, and a read for each block.
     max_active_experts = min(E, route.num_pairs)
     num_weight_reads = max_active_experts
     if route.max_products == 1:
@@ -135,7 +135,7 @@ def grouped_matmul_kernel(
     table_bytes = sum(array.nbytes for array in route.tables)
     bytes_moved = num_weight_reads * bytes_per_expert
     bytes_moved += num_slabs * (route.num_pairs * K * x.dtype.itemsize + route.bytes_per_slab)
-    # Grid: slabs x blocks in one dimension; the kernel orders them.
+    # The grid is slabs x blocks in one dimension; the kernel orders them.
     grid = (num_slabs * route.num_blocks,)
     run = lambda *operands, platform: pl.pallas_call(
         functools.partial(
@@ -189,14 +189,14 @@ def _grouped_matmul_body(
     is_transposed,
     has_scales,
 ):
-    """Computes one block of rows and one slab of columns; `depth` is K, `pairs_per_row` the pairs per row of x."""
+    """Computes one block of rows and one slab of columns; `depth` is K, and each row of x has `pairs_per_row` pairs."""
     table_refs, (x_ref, weight_ref, *rest) = refs[:num_tables], refs[num_tables:]
     scales_ref = rest.pop(0) if has_scales else None
     out_ref, *products_ref = rest
     num_parts = 1 if is_transposed else weight_ref.shape[2]
     width, num_lanes = out_ref.shape[1:]
-    # Order of programs: `l2_group` blocks of one slab follow each other, so that blocks of one expert share its slab in
-    # the L2 cache.
+    # Programs for `l2_group` blocks of one slab run consecutively, so that blocks of one expert share its slab in the
+    # L2 cache.
     (program,) = place(pl.program_id(0))
     slab = jax.lax.div(jax.lax.rem(program, num_slabs * l2_group), l2_group)
     row_block = jax.lax.div(program, num_slabs * l2_group) * l2_group + jax.lax.rem(program, l2_group)
@@ -217,7 +217,7 @@ def _grouped_matmul_body(
         loaded = _load(weight_ref.at[expert, depth_index, np.int32(part), columns], mask)
         if not has_scales:
             return [loaded]
-        # Unpack the two fp8 columns: the low byte is the even column.
+        # Unpack the two fp8 columns; the low byte is the even column.
         halves = (loaded.astype(jnp.uint8), (loaded >> 8).astype(jnp.uint8))
         return [convert_fp8(half, x_ref.dtype) for half in halves]
 
@@ -234,7 +234,7 @@ def _grouped_matmul_body(
         ]
 
     def body(expert, products):
-        # Rows of x are gathered by token: pair // k, or the pair itself if x has a row per pair.
+        # Gather rows of x by token, which is pair // k, or by pair if x has one row per pair.
         rows = [jax.lax.div(pairs, pairs_per_row) if pairs_per_row > 1 else pairs for pairs, _ in products]
 
         def step(index, carry):
@@ -264,7 +264,7 @@ def _grouped_matmul_body(
         )
         if has_scales:
             sums = tuple(total * FP8_DIVISOR for total in sums)
-        # Write each row at its pair's number, with SwiGLU applied to float32 sums if there are gate and up.
+        # Write each row at its pair's index; if there are gate and up, first apply SwiGLU to the float32 sums.
         for product, (pairs, is_valid) in enumerate(products):
             mask = is_valid[:, None] & (column < width)[None, :]
             for lane in range(num_lanes):
@@ -280,5 +280,5 @@ def _grouped_matmul_body(
 
 
 def _load(ref, mask):
-    """Loads a ref, zero where the mask is false; without a mask the compiler need not prove that loads are wide."""
+    """Loads a ref, with 0 where the mask is false. Without a mask, the compiler need not prove that loads are wide."""
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)

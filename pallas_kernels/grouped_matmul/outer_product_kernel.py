@@ -1,4 +1,4 @@
-"""Sums outer products of rows over each expert's pairs: the gradients of the experts' weights.
+"""Sums outer products of rows over each expert's pairs, which gives the gradients of the experts' weights.
 
 Bottleneck: multiplications.
 """
@@ -15,20 +15,20 @@ from pallas_kernels.grouped_matmul.route import MIN_ROWS
 
 
 def grouped_outer_product(route, expert_starts, left, right, *, out_dtype, interpret=False):
-    """Sums `left^T right` over each expert's pairs: [R, A] and [R, B] -> [E, A, B], zero for experts without pairs.
+    """Sums `left^T right`, [R, A] and [R, B], over each expert's pairs; returns [E, A, B], 0 for experts without pairs.
 
     `route` and `expert_starts [E + 1]` are from `route_many_tokens`. `left` and `right` have one row per pair or per
     token. Sums are float32; the result has dtype `out_dtype`.
     """
     A, B = left.shape[1], right.shape[1]
-    # Bottleneck: multiplications. The result's tile is as large as registers can hold; each step adds `depth` pairs.
+    # The result's tile is as large as registers can hold; each step adds `depth` pairs.
     max_size, depth = (32, 16) if left.dtype == jnp.float32 else (128, 32)
     tile = [max(MIN_ROWS, min(max_size, pl.next_power_of_2(size))) for size in (A, B)]
     num_slabs = pl.cdiv(A, tile[0]), pl.cdiv(B, tile[1])
     itemsize, (num_pairs, num_experts) = left.dtype.itemsize, (route.num_pairs, route.num_experts)
     output = jax.ShapeDtypeStruct((num_experts, A, B), out_dtype)
     bytes_read = num_pairs * (itemsize * (A * num_slabs[1] + B * num_slabs[0]) + 4 * num_slabs[0] * num_slabs[1])
-    # Grid: experts x tiles of the result.
+    # The grid is experts x tiles of the result.
     return pl.pallas_call(
         functools.partial(
             _outer_product_body,
@@ -64,8 +64,8 @@ def _outer_product_body(
     precision = jax.lax.Precision.HIGHEST if left_ref.dtype == jnp.float32 else None
 
     def step(index, total):
-        # Gather `depth` rows of left and right by pair or token, zero beyond the expert's last pair, and accumulate in
-        # float32.
+        # Gather `depth` rows of left and right by pair or token, with zeros beyond the expert's last pair, and
+        # accumulate in float32.
         start = begin + index * depth
         is_valid = start + jnp.arange(depth) < end
         pairs = plt.load(order_ref.at[pl.ds(start, depth)], mask=is_valid, other=0)

@@ -14,8 +14,8 @@ def grouped_matmul_reference(x, ids, weights, gate_up, down):
     """Runs every token through every expert and combines by weight, which defines the meaning."""
     E = gate_up.shape[0]
     combine = _combine_weights(ids, weights, E).astype(x.dtype)
-    # With x repeated, each product is one batched matmul over E, which a GPU computes without a copy. Otherwise XLA
-    # transposes the stacks first.
+    # Repeat x, so that each product is one batched matmul over E, which a GPU computes without a copy. Otherwise, XLA
+    # would first transpose the stacks.
     outputs = jax.vmap(_swiglu)(jnp.broadcast_to(x, (E, *x.shape)), gate_up, down)
     return jnp.einsum("En,EnD->nD", combine, outputs)
 
@@ -25,10 +25,10 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
 
     fp8 experts are dequantised one at a time, so at most one is held in x's dtype.
 
-    XLA first copies each expert out of its stack; on a CPU the copy stays in cache. A conditional per expert and slices
-    taken block by block also copy; gathered weights `gate_up[ids]` move even more data. Code size and compile time do
-    not depend on the number of experts. Not differentiable in reverse mode, because the number of loop steps is
-    dynamic.
+    XLA first copies each expert out of its stack; on a CPU, the copy stays in cache. A conditional per expert or a loop
+    over slices would also copy, and gathering the weights `gate_up[ids]` would move even more data. Code size and
+    compile time do not depend on the number of experts. Not differentiable in reverse mode, because the number of loop
+    steps is dynamic.
     """
     combine = _combine_weights(ids, weights, gate_up.shape[0]).astype(x.dtype)
     # Sort the active experts to the front, so that the loop runs only over them.
@@ -45,7 +45,7 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
 
 
 def grouped_matmul_by_pair(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, block=128):
-    """Runs each (token, expert) pair separately, in a loop of static length: the form for few tokens on a GPU.
+    """Runs each (token, expert) pair separately, in a loop of static length, for few tokens on a GPU.
 
     On a GPU, a loop whose length depends on data returns to the host after every step, and `grouped_matmul_by_expert`
     moves three times an expert's bytes, because it copies the expert. `row_times_matrix` reads weights once, as they
@@ -79,7 +79,7 @@ def _read_expert(stack, scales, expert, block, dtype):
 def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     """Sorts rows by expert, pads each expert's rows to blocks, and computes one product per block; drops no token.
 
-    Differentiable. Shapes are static: there are at most `n k / block + E` blocks, whatever the router chooses.
+    Differentiable. Shapes are static, because there are at most `n k / block + E` blocks for any choice of experts.
     """
     n, k = ids.shape
     E = gate_up.shape[0]
@@ -93,16 +93,16 @@ def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     counts = jnp.bincount(flat_ids, length=E)  # drops ids of E or more
     ends = jnp.cumsum(-(-counts // block) * block)
     expert_starts = jnp.pad(ends, (1, 0))[:E]
-    # Slot of each sorted pair: its rank within its expert, after the expert's first slot. Pairs without an expert get a
-    # slot beyond the end, which the scatters drop.
+    # The slot of each sorted pair is the expert's first slot plus the pair's rank within the expert. Pairs without an
+    # expert get a slot beyond the end, which the scatters drop.
     rank = jnp.arange(n * k) - (jnp.cumsum(counts) - counts)[jnp.minimum(pair_expert, E - 1)]
     slot = jnp.where(pair_expert < E, expert_starts[jnp.minimum(pair_expert, E - 1)] + rank, num_blocks * block)
-    # Token of each slot (n, a zero row, for padding) and the expert that owns each block.
+    # Find the token of each slot (n, a zero row, for padding) and the expert of each block.
     token = jnp.full(num_blocks * block, n).at[slot].set(order // k, mode="drop")
     expert_of_block = jnp.searchsorted(ends, jnp.arange(num_blocks) * block, side="right", method="compare_all").clip(
         max=E - 1
     )
-    # One batched product per block, then add each row to its token with the router's weight.
+    # Compute one batched product per block, then add each row to its token with the router's weight.
     rows = jnp.pad(x, ((0, 1), (0, 0)))[token].reshape(num_blocks, block, -1)
     outputs = jax.vmap(_swiglu)(rows, gate_up[expert_of_block], down[expert_of_block]).reshape(num_blocks * block, -1)
     weight = weights.reshape(-1)[order].astype(x.dtype)
@@ -116,6 +116,6 @@ def _combine_weights(ids, weights, num_experts):
 
 
 def _swiglu(x, gate_up, down):
-    """Runs one expert: x [n, D], gate_up [D, 2, F], down [F, D] -> [n, D]; gate and up are one product."""
+    """Runs x [n, D] through one expert, gate_up [D, 2, F] and down [F, D]; gate and up are one product."""
     gate, up = jnp.split(x @ gate_up.reshape(x.shape[-1], -1), 2, axis=-1)
     return (jax.nn.silu(gate) * up) @ down

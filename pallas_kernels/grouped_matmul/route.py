@@ -1,9 +1,9 @@
 """Assigns (token, choice) pairs to the programs of the grouped kernels.
 
-A pair is token t with its choice j; its index is `t * k + j`. `route_few_tokens` finds the rows of an expert inside the
-kernel: one program per pair and slab scans all ids and continues only if its pair is the first with this expert. An
-expert is read once, and no other kernel has to run before. `route_many_tokens` makes a table from the sorted ids: one
-program per block of rows and slab.
+A pair is token t with its choice j; its index is `t * k + j`. `route_few_tokens` finds an expert's rows inside the
+kernel, where one program per pair and slab scans all ids and continues only if its pair is the first with its expert.
+Each expert is read once, and no other kernel has to run first. `route_many_tokens` makes a table from the sorted ids,
+with one program per block of rows and slab.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 
-MIN_ROWS = 16  # rows per matmul for few tokens: the fewest that tensor cores support
+MIN_ROWS = 16  # rows per matmul for few tokens, the minimum for tensor cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Route:
         num_blocks: Programs per slab of columns.
         rows_per_product: Rows of one product.
         max_products: Maximum products per program and weight tile.
-        l2_group: Blocks whose programs for one slab run next to each other and share the slab in the L2 cache.
+        l2_group: Number of blocks whose programs for one slab run consecutively and share the slab in the L2 cache.
         bytes_per_slab: Bytes of `tables` that the programs of one slab read.
     """
 
@@ -47,7 +47,7 @@ class Route:
 
 
 def route_few_tokens(ids, num_experts: int) -> Route:
-    """Routes ids [n, k] int32: one block per pair; the first pair with an expert takes all of the expert's rows.
+    """Routes ids [n, k] int32 with one block per pair; an expert's first pair processes all of the expert's rows.
 
     Products always have 16 rows, so a row's sums do not depend on other rows. Registers hold two products per pass over
     the weights, so an expert that more than 32 tokens chose is read twice.
@@ -84,8 +84,8 @@ def route_few_tokens(ids, num_experts: int) -> Route:
             each = lambda index, _: process(index * (max_products * MIN_ROWS), max_products)
             jax.lax.fori_loop(jnp.int32(0), passes, each, None)
 
-        # Up to 16 tokens need one pass of one product. With more tokens, an expert with at most 16 rows takes one
-        # product, and an expert with more rows takes passes of two products. A token may choose an expert several
+        # Up to 16 tokens need one pass of one product. With more tokens, an expert with at most 16 rows needs one
+        # product, and an expert with more rows needs passes of two products. A token may choose an expert several
         # times, so both cases loop.
         if max_products == 1:
             pl.when(is_active)(process_all)
@@ -110,9 +110,9 @@ def route_many_tokens(ids, num_experts: int, max_rows: int = 128) -> tuple[Route
     """Routes ids [n, k] int32 through a table of blocks of pairs, sorted by expert.
 
     Returns:
-        The route, and the index among the sorted pairs at which each expert's pairs begin, [E + 1].
+        The route, and the indices [E + 1] at which each expert's pairs begin among the sorted pairs.
     """
-    # As many rows per block as an average expert fills, within the registers' limit.
+    # Use as many rows per block as an average expert fills, within the registers' limit.
     num_pairs, l2_group = ids.size, 8
     sizes = (rows for rows in (128, 64, 32) if rows <= max_rows and rows * num_experts <= num_pairs)
     rows_per_product = next(sizes, MIN_ROWS)
@@ -121,12 +121,12 @@ def route_many_tokens(ids, num_experts: int, max_rows: int = 128) -> tuple[Route
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
     expert_starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
-    # Cut each expert's pairs into blocks. Their number is static: an upper bound, rounded up to whole groups.
+    # Cut each expert's pairs into blocks. The number of blocks is a static upper bound, rounded up to whole groups.
     blocks = -(-counts // rows_per_product)
     ends = jnp.cumsum(blocks)
     num_blocks = pl.cdiv(num_pairs // rows_per_product + min(num_experts, num_pairs), l2_group) * l2_group
     block = jnp.arange(num_blocks, dtype=jnp.int32)
-    # For each block: its expert, its first pair, and its number of rows, 0 for blocks beyond the last.
+    # Find each block's expert, its first pair, and its number of rows, which is 0 for blocks beyond the last.
     expert_of_block = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
     clipped_expert = expert_of_block.clip(max=num_experts - 1)
     first_pair = expert_starts[clipped_expert] + (block - (ends - blocks)[clipped_expert]) * rows_per_product
@@ -140,7 +140,7 @@ def route_many_tokens(ids, num_experts: int, max_rows: int = 128) -> tuple[Route
 
         @pl.when(num_rows > 0)
         def _():
-            # The block's pairs in sorted order; invalid rows refer to the pair after the last.
+            # Load the block's pairs in sorted order; invalid rows refer to the pair after the last.
             row = jnp.arange(rows_per_product)
             is_valid = row < num_rows
             indices = pl.ds(plt.load(first_pair_ref.at[block]), rows_per_product)

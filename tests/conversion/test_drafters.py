@@ -151,7 +151,7 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
         ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, but the trunk has 8 layers"),
         ("dflash", {"sliding_window": None}, "lacks swa_window_size"),
         ("dflash", {"layer_types": None}, "layer_types, which lists the layers with a window, is missing"),
-        ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, "must be 2 of"),
+        ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, "must have 2 entries"),
         ("dflash", {"architectures": ["DFlash2DraftModel"]}, "not a supported drafter"),
         ("dflash", {"markov_rank": 8}, "markov_rank 8 is not supported"),
         ("dspark", {"markov_head_type": "fir"}, "'fir' is not supported; supported: vanilla, gated, rnn"),

@@ -238,7 +238,7 @@ def test_columns_that_are_json_text_or_null_are_read(make, tmp_path):
     assert '"arguments": {"city": "Köln"}' in tokenizer.decode(documents[0].tokens)
     file.write_text(json.dumps({"messages": json.dumps(messages)}))
     problem = read_source(Source(path=str(file)), tokenizer, vocab_size=300).last_skipped
-    assert "has no 'messages', a list of objects with a role each" in problem
+    assert "has no 'messages', which must be a list of objects that have a role" in problem
 
 
 def test_parquet_rows_have_no_fields_of_other_rows(make, tmp_path):

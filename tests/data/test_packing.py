@@ -94,7 +94,7 @@ def test_an_empty_document_is_skipped_and_nothing_to_pack_is_an_error():
 
 @pytest.mark.parametrize("text", ["a\0b", "\0", "ab\0"])
 def test_a_document_with_the_end_token_inside_is_named(text):
-    with pytest.raises(ValueError, match="document bad holds the end token 0"):
+    with pytest.raises(ValueError, match="document bad contains the end token 0"):
         packing.pack([document("fine", "good"), document(text, "bad"), document("fine, too", "good")], 8, seed=0)
 
 
@@ -344,7 +344,9 @@ def test_prompts_start_lines_of_different_files_and_have_a_continuation():
 
 def test_too_few_prompts_are_an_error_with_the_numbers():
     asked = {"count": 3, "prompt_length": 3, "continuation_length": 1, "seed": 0}
-    with pytest.raises(ValueError, match="1 held-out documents hold 2 prompts of 3 tokens with 1 more after each; 3"):
+    with pytest.raises(
+        ValueError, match="1 held-out documents contain 2 prompts of 3 tokens with 1 more after each; 3"
+    ):
         packing.held_out_prompts([document("abc\nabc\n")], **asked)
     assert len(packing.held_out_prompts([document("abc\nabc\n")], **asked, min_count=2)) == 2
     with pytest.raises(ValueError, match="count=0"):

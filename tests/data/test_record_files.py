@@ -111,7 +111,7 @@ def test_a_system_text_beside_the_messages_is_the_first_message(tmp_path):
 
 REFUSED = [
     ({"prompt": "a"}, "has no text 'text', and no 'messages', 'conversations' or 'instruction'"),
-    ({"messages": "a"}, "has no 'messages', a list"),
+    ({"messages": "a"}, "has no 'messages', which must be a list"),
     ({"messages": [{"content": "a"}]}, "item 1 has no 'role'"),
     ({"messages": [{"role": "user", "content": 3}]}, "'messages' item 1: 'content' is a number, not text"),
     ({"conversations": [{"from": "narrator", "value": "a"}]}, "'conversations' item 1: 'from' is 'narrator'"),

@@ -95,7 +95,7 @@ BAD = [
     ("[1]", "corrupt", "is not a JSON object"),
     ('{"txt": "a"}', "corrupt", "has no text 'text'"),
     ('{"text": 3}', "corrupt", "has no text 'text'"),
-    ('{"text": "a\\u0000b"}', "corrupt", "holds the end token 0"),
+    ('{"text": "a\\u0000b"}', "corrupt", "contains the end token 0"),
     ('{"text": "a\\ud800b"}', "corrupt", "is not JSON: 'utf-8' codec"),
     ("[" * 100_000, "corrupt", "is not JSON"),
     (b'{"text": "\xe4"}', "corrupt", "is not UTF-8"),

@@ -99,7 +99,7 @@ def test_numpy_params_decode_to_the_same_tokens(params):
 
 @pytest.mark.parametrize("token", [-1, 32])
 def test_forward_refuses_ids_outside_the_vocabulary(token, params):
-    with pytest.raises(ValueError, match=rf"hold id {token}, outside 0\.\.31"):
+    with pytest.raises(ValueError, match=rf"contain id {token}, which is outside 0\.\.31"):
         forward(params, np.array([[1, token]], np.int32), model=MODEL)
 
 

@@ -165,7 +165,7 @@ def test_the_command(tmp_path, capsys):
         row["plan"]["slots"] for row in content["candidates"]
     } == {256}
     # The gain is assumed, and meshes are named as `--mesh` takes them.
-    assert "if a round gives 1.80 tokens (assumed)" in printed
+    assert "if a round yields 1.80 tokens (assumed)" in printed
     assert parse_mesh(re.findall("fastest that fits: ([^ ]*), ", printed)[0]).keys() <= {"data", "tensor"}
     assert "data=2,tensor=2" in printed and not re.search("(data|tensor) [0-9]", printed)
     assert run(["plan", "deepseek-v3", "--count", "8"]) == 1

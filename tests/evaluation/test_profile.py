@@ -206,7 +206,9 @@ def test_what_is_missing_is_told(tmp_path, small):
     with pytest.raises(ValueError, match=r"no profile at .*profile.json: run `mtpjax profile` to measure one"):
         load_depth_settings(tmp_path, batch=1, num_steps=1)
     file = stored(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"has chains of 1\.\.3 levels; depth 4 needs `mtpjax profile --num-steps 5`"):
+    with pytest.raises(
+        ValueError, match=r"costs for chains of 1\.\.3 levels; depth 4 needs `mtpjax profile --num-steps 5`"
+    ):
         load_depth_settings(file, batch=1, num_steps=5)
     with pytest.raises(ValueError, match="measured on a different model"):
         load_depth_settings(file, batch=1, num_steps=1, config=small()[0].config)

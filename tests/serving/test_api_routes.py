@@ -541,7 +541,7 @@ def test_a_batch_that_never_fits_is_400_with_the_numbers():
         ]
         for response in responses:
             assert response.status_code == 400 and response.json()["error"]["code"] == "batch_too_large"
-            assert "at most 12 at the same time" in response.json()["error"]["message"]
+            assert "at most 12 at once" in response.json()["error"]["message"]
         assert [response.json()["error"]["param"] for response in responses] == ["prompt", "n", "n", "input_ids"]
         assert not engine.requests and completion(client, prompt=["a"] * 12).status_code == 200
 

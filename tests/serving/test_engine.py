@@ -278,7 +278,7 @@ def test_a_full_queue_refuses_and_a_closed_engine_too(small):
     closer.join(timeout=60)
     # The others ended before the engine did.
     assert [event.reason for event in events.queue if isinstance(event, Finish)] == ["length"] * 3
-    with pytest.raises(QueueFull, match="shuts down"):
+    with pytest.raises(QueueFull, match="shutting down"):
         engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
 
 

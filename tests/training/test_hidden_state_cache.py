@@ -108,7 +108,7 @@ def test_a_step_on_states_is_the_step_without_its_trunk(layout, chunk, rows, sma
 
 
 def test_a_trained_trunk_has_no_states(rows, small):
-    with pytest.raises(ValueError, match=r"trunk_states need a frozen trunk: .* not 'detached'"):
+    with pytest.raises(ValueError, match=r"trunk_states needs a frozen trunk: .* not 'detached'"):
         TrainConfig(trains="detached", trunk_states="folder")
     model, params = small()
     with pytest.raises(ValueError, match="cached trunk states need a frozen trunk, but trains='all' updates the trunk"):

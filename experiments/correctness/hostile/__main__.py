@@ -1,4 +1,4 @@
-"""Attacks mtpjax with hostile and malformed input, drawn from a seed, and reports wrong answers.
+"""Attacks mtpjax with hostile and malformed input generated from a seed, and reports wrong answers.
 
     python -m experiments.correctness.hostile [--cases 300] [--kinds config header command] [--output FILE]
 
@@ -6,10 +6,10 @@ Each case changes one thing in a valid request: a value in a configuration, a sa
 chat template, a record, a command line, or a Python argument. Full-disk cases run in a small tmpfs, if one can be
 mounted. Signals arrive at random moments of a conversion and a short training run.
 
-A case passes if it succeeds, or fails with one printable line and a documented exit code. It must take at most 20 s
-(60 s for training, loading and signals), not counting the time that other programs had the core, and at most 256 MB of
-additional memory (512 MB for training, which compiles). It must change nothing outside its output folder, and after
-full disks and signals, what existed before must still be complete. Cases of the kinds "rewritten", "rendered" and
+A case passes if it succeeds, or fails with one printable line and a documented exit code. It must take at most 20 s (60
+s for training, loading and signals), not counting the time during which other programs used the core, and at most 256
+MB of additional memory (512 MB for training, which compiles). It must change nothing outside its output folder, and
+after full disks and signals, all earlier files must still be complete. Cases of the kinds "rewritten", "rendered" and
 "streamed" have a known answer; a different answer without an error fails. A seed always gives the same cases.
 """
 
@@ -30,7 +30,7 @@ from experiments.correctness.hostile import cases as hostile_cases
 from experiments.correctness.hostile import cpu_time, worker
 
 LIMIT_SECONDS, LIMIT_BYTES = 20, 256 << 20
-SLOW_LIMIT_SECONDS, SLOW_LIMIT_BYTES = 60, 512 << 20  # of cases that train, or start processes of their own
+SLOW_LIMIT_SECONDS, SLOW_LIMIT_BYTES = 60, 512 << 20  # for cases that train or start processes
 
 
 class Attacker:
@@ -42,7 +42,7 @@ class Attacker:
 
     def __init__(self, sandbox: pathlib.Path):
         self._sandbox = sandbox
-        self._process: Any = None  # a process of multiprocessing's "spawn" context
+        self._process: Any = None  # a process from multiprocessing's "spawn" context
         self._pipe: Any = None
 
     def run(self, case: dict[str, Any]) -> str | None:
@@ -52,14 +52,14 @@ class Attacker:
             case: as `hostile_cases.draw` makes it.
 
         Returns:
-            None if the answer was right, else what was wrong.
+            None if the answer was right, and otherwise a description of the problem.
         """
         limit = SLOW_LIMIT_SECONDS if case.get("is_slow") else LIMIT_SECONDS
         before = worker.fingerprint(self._sandbox, without=hostile_cases.OUTPUT)
         try:
             self._start()
             self._pipe.send(case)
-            # Twice the limit: the process judges its own time more exactly.
+            # Wait twice as long, because the process checks its own time more exactly.
             watch = cpu_time.Stopwatch(self._process.pid)
             while not self._pipe.poll(1):
                 if watch.seconds() > 2 * limit:
@@ -92,7 +92,7 @@ class Attacker:
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=worker.serve, args=(other, str(self._sandbox)), daemon=True)
         self._process.start()
-        other.close()  # so that the end of the process ends the pipe
+        other.close()  # so that the pipe closes when the process ends
         self._pipe.recv()
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the cases (default: 0)")
     parser.add_argument("--cases", type=int, default=300, help="number of cases (default: 300)")
     parser.add_argument("--kinds", nargs="+", default=list(hostile_cases.KINDS), choices=list(hostile_cases.KINDS))
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file to write: every case that failed")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file to write, with every case that failed")
     options = parser.parse_args()
     console, rng = Console(), random.Random(options.seed)
     counts: collections.Counter[str] = collections.Counter()

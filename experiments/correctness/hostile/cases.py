@@ -1,4 +1,4 @@
-"""The cases: a valid request with one hostile change, drawn from a seed."""
+"""The cases. Each is a valid request with one hostile change that a seed determines."""
 
 import base64
 import json
@@ -47,7 +47,7 @@ FLAG_VALUES = (
     ),
     *("/dev/zero", "/dev/full", "/nonexistent/deep/path", "../fifo", ESCAPE, "-"),
 )
-INPUTS = ("../own", "../own/config.json", "../text.txt")  # given in the place of other inputs, not of outputs
+INPUTS = ("../own", "../own/config.json", "../text.txt")  # passed instead of other inputs, but not instead of outputs
 TEMPLATES = (
     "{{ 1 / 0 }}",
     "{{ messages[99]['content'] }}",
@@ -200,7 +200,7 @@ def _header(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     (length,) = struct.unpack("<Q", content[:8])
     header, what = change_json(content[8 : 8 + length].decode(), rng)
     changed = header.encode("utf-8", "surrogatepass")
-    # Now and then the length is wrong too, or the file ends early.
+    # Sometimes the length is wrong too, or the file ends early.
     wrong = rng.choice([None] * 6 + [0, 2**40, 2**63, len(changed) // 2])
     whole = struct.pack("<Q", len(changed) if wrong is None else wrong) + changed + content[8 + length :]
     if rng.random() < 0.1:
@@ -213,9 +213,9 @@ def _header(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
 def _command(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     arguments = list(rng.choice(COMMANDS))
     place = rng.randrange(1, len(arguments))
-    # The last argument is what is written, or harmless.
+    # The last argument is an output or harmless.
     arguments[place] = rng.choice(FLAG_VALUES if place == len(arguments) - 1 else (*FLAG_VALUES, *INPUTS))
-    # Null bytes cannot be given on a command line, everything else can.
+    # A command line can contain everything except null bytes.
     return {
         "what": f"mtpjax {' '.join(arguments)[:100]!a}",
         "action": "command",

@@ -1,9 +1,9 @@
-"""Cases for chat templates: everything in a conversation must reach the prompt.
+"""Cases for chat templates, which check that everything in a conversation reaches the prompt.
 
-A case draws a template that reads messages in a form that published templates read, and a conversation in a form that
-data sets and clients write. The prompt must contain every text, name and value in the conversation, in order, without
-nulls and without JSON inside JSON; rejecting the conversation passes too. The text for training must start with that
-prompt.
+A case draws a template that reads messages in the same form as some published template, and a conversation in a form
+that occurs in data sets or requests. The prompt must contain every text, name and value in the conversation, in order,
+without nulls and without JSON inside JSON; rejecting the conversation passes too. The text for training must start
+with that prompt.
 """
 
 import json
@@ -40,7 +40,7 @@ CHECKS = (
     "{% if message.role == 'user' and loop.previtem and loop.previtem.role == 'user' %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}",
     "{% if message.role == 'tool' and message.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}",
-    "{% if message.role == 'user' %}({{ message.content | length }}){% endif %}",  # marks must not change it
+    "{% if message.role == 'user' %}({{ message.content | length }}){% endif %}",  # marks must not change the prompt
 )
 THOUGHTS = (
     "",
@@ -62,7 +62,7 @@ ROLES = (
 def draw(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     """Draws a case: a template, messages and tools."""
     content, arguments, thoughts, tools = map(rng.choice, (CONTENT, ARGUMENTS, THOUGHTS, TOOLS))
-    # Some templates skip roles that they do not know, some answers are marked, and some earlier thoughts removed.
+    # Some templates skip unknown roles, mark the answers, or remove the reasoning from earlier answers.
     known = rng.choice(["", " if message.role in ['system', 'user', 'assistant', 'tool']"])
     if thoughts and rng.random() < 0.3:
         thoughts = "{% if loop.last %}" + thoughts + "{% endif %}"
@@ -109,7 +109,7 @@ def _conversation(rng: random.Random, *, has_thoughts: bool) -> tuple[list[dict[
             value = text("value")
             arguments: Any = {"city": value, "days": 3, **rng.choice([{}, {"nested": {"list": [1.5, True, "x"]}}])}
             if with_nulls and not as_text:
-                arguments["unit"] = None  # as Arrow fills the arguments of other tools
+                arguments["unit"] = None  # as Arrow adds the arguments of other tools
             function = {
                 "name": "weather",
                 "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments,
@@ -160,11 +160,11 @@ def rendered(case: dict[str, Any], folder: pathlib.Path) -> str | None:
         return f"the prompt holds JSON inside of JSON: {text!a:.500}"
     if case["tools"] is not None and "Tells the weather of é" not in text:
         return f"the tools do not reach the prompt: {text!a:.500}"
-    # An end token that a user wrote is not one of the prompt's: those are the ends of the answers.
+    # The end tokens in the prompt are the ends of answers; an end token that a user wrote is not among them.
     num_answers = sum(message["role"] == "assistant" for message in case["messages"])
     if prompt.count(tokenizer.eos_token_ids[0]) != num_answers:
         return f"{prompt.count(tokenizer.eos_token_ids[0])} end tokens for {num_answers} answers: {text!a:.500}"
-    # Training sees the same prompt before an answer to it.
+    # In training, the same prompt precedes its answer.
     answered = [*case["messages"], {"role": "assistant", "content": "fine"}]
     documents, _ = encode_answers(answered, tokenizer, **variables)
     ids, is_target = documents[-1]

@@ -1,4 +1,4 @@
-"""Measures the time of a process in a way that does not depend on the load of the machine."""
+"""Measures the time of a process independently of the load of the machine."""
 
 import os
 import pathlib
@@ -8,11 +8,11 @@ TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Stopwatch:
-    """Measures the time that a process and its children needed, not counting time that they waited for a core.
+    """Measures the time that a process and its children need, not counting the time that they wait for a core.
 
     This is the smaller of two times: the wall-clock time, and the CPU time plus the time that at least one of the
-    allowed cores was idle. If a process hangs asleep, a core is idle and its time goes on; if other programs keep it
-    from running, no core is idle. Without `/proc`, it is the wall-clock time.
+    allowed cores was idle. If a process hangs while it sleeps, a core is idle and the time grows; if other programs
+    keep the process from running, no core is idle. Without `/proc`, the result is the wall-clock time.
 
     Args:
         pid: the process.
@@ -21,7 +21,7 @@ class Stopwatch:
     def __init__(self, pid: int):
         self._pid = pid
         self._wall = time.perf_counter()
-        self._seconds: dict[int, float] = {}  # of every process seen: one that has ended must not lower the sum
+        self._seconds: dict[int, float] = {}  # of every process seen, so that the sum does not shrink when one ends
         self._cpu = self._cpu_seconds()
         self._idle = _idle_seconds(pid)
 
@@ -46,7 +46,7 @@ class Stopwatch:
                 for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
                     waiting.extend(map(int, (task / "children").read_text().split()))
         except OSError:
-            # A process that ended between two reads is missed once; without /proc there is nothing to read.
+            # A process that ended between two reads is missed once. Without /proc, nothing can be read.
             pass
         return sum(self._seconds.values()) if self._seconds else None
 
@@ -59,5 +59,5 @@ def _idle_seconds(pid: int) -> dict[int, float]:
     except (OSError, AttributeError):
         return {}
     fields = {name[3:]: rest.split() for name, _, rest in (line.partition(" ") for line in lines)}
-    # Columns 4 and 5: idle, and idle while a disk is awaited.
+    # Columns 4 and 5 are the idle time and the idle time during disk waits.
     return {core: (int(fields[str(core)][3]) + int(fields[str(core)][4])) / TICKS for core in cores}

@@ -67,10 +67,10 @@ def _gguf(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     place = rng.randrange(len(keys))
     name = GGUF_KEYS[place][0]
     tensor, shapes = rng.choice(sorted(GGUF_SHAPES)), dict(GGUF_SHAPES)
-    counts: list[int | None] = [None, None]  # of tensors and keys, where they are wrong
+    counts: list[int | None] = [None, None]  # wrong numbers of tensors and of keys; None: the right number
     kind_of_tensor, offset, cut = 0, None, None
     how = rng.choice(["key", "value", "string", "array", "nested", "counts", "shape", "type", "offset", "cut", "name"])
-    # Change one thing of a small, valid file.
+    # Change one thing in a small, valid file.
     if how == "key":
         keys[place] = _string(name) + struct.pack("<I", rng.choice([7, 9, 13, 255, 2**31]))
     elif how == "value":
@@ -113,7 +113,7 @@ def _vocabulary(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
 
 
 def _settings(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
-    # JSON is YAML too, but for tabs and deep nesting.
+    # JSON is also YAML, except for tabs and deep nesting.
     if rng.random() < 0.5:
         text = rng.choice(YAML_TEXTS)
         what = repr(text[:40])

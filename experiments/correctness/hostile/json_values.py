@@ -4,7 +4,7 @@ import json
 import random
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07"
-# JSON texts that stand for a value. Long ones are repeated patterns, so that a report stays readable.
+# JSON texts that replace a value. Long ones repeat a pattern, so that a report stays readable.
 JSON_VALUES = (
     *(
         "null",
@@ -39,7 +39,7 @@ def change_json(text: str, rng: random.Random) -> tuple[str, str]:
     Returns:
         The changed text, which need not be valid JSON, and what was done.
     """
-    # A unique word marks the place, so that values that are no JSON, or too deep to write, can be put there.
+    # A unique word marks the place, so that it can be replaced by text that is not JSON or too deeply nested to write.
     value, mark = json.loads(text), "@@here@@"
     parent, key, place = value, None, "$"
     while True:

@@ -1,8 +1,8 @@
-"""Cases whose right answer is known: a golden checkpoint, written in a different form.
+"""Cases whose right answer is known, because they are golden checkpoints written in a different form.
 
-Other tools write these forms, and each means the same model: the loaded parameters must be the same, or the logits, if
-norms are stored differently. An error that the library raises passes too, because it is not a wrong result. The forms
-in `CHANGED` mean a different model, or one that mtpjax does not support: only an error passes.
+Other tools write these forms, and each represents the same model. So the loaded parameters must be the same, or the
+logits if norms are stored differently. An error that the library raises passes too, because it is not a wrong result.
+The forms in `CHANGED` represent a different model or an unsupported one, so only an error passes.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from experiments.common import ROOT
 GOLDEN = ROOT / "tests" / "golden"
 BASES = ("qwen3", "qwen3_5_tied_bf16", "glm4_moe_lite", "ernie4_5_moe", "hy_v3", "deepseek_v3_fp8", "gpt_oss")
 FLOATS = (np.float32, np.float16, np.float64, ml_dtypes.bfloat16)
-# Settings of packed formats, and what they store in the place of a weight.
+# Settings of packed formats, and the tensors that they store instead of a weight.
 PACKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mlx": ({"bits": 4, "group_size": 32}, ("weight", "scales", "biases")),
     "awq": ({"quant_method": "awq", "bits": 4}, ("qweight", "scales", "qzeros")),
@@ -77,7 +77,7 @@ def _norms(form: Form) -> list[str]:
 
 
 def _is_of_module(name: str, form: Form) -> bool:
-    """Returns whether a tensor belongs to an MTP module: `mtp.*`, or a layer after the trunk's last layer."""
+    """Returns whether a tensor belongs to an MTP module, which is `mtp.*` or a layer after the trunk's last layer."""
     num_layers = form.config.get("text_config", form.config)["num_hidden_layers"]
     parts = name.split(".")
     numbers = [int(part) for before, part in itertools.pairwise(parts) if before == "layers"]
@@ -85,7 +85,7 @@ def _is_of_module(name: str, form: Form) -> bool:
 
 
 def _as_new_file(form: Form, rng: random.Random) -> None:
-    """A new `model.safetensors` next to the index and shards of older weights."""
+    """Writes a new `model.safetensors` next to the index and shards of older weights."""
     older = {name: array.copy() for name, array in form.tensors.items()}
     name = rng.choice(_norms(form))
     older[name] = (older[name].astype(np.float32) + 0.5).astype(older[name].dtype)
@@ -94,7 +94,7 @@ def _as_new_file(form: Form, rng: random.Random) -> None:
 
 
 def _as_sidecar(form: Form, rng: random.Random) -> None:
-    """The modules' tensors in a file that is not in the index."""
+    """Moves the modules' tensors to a file that is not in the index."""
     modules = [name for name in form.tensors if _is_of_module(name, form)]
     file = rng.choice(["mtp.safetensors", "model-mtp.safetensors", "model.mtp.safetensors", "nextn.safetensors"])
     form.index = {name: SINGLE for name in form.tensors if name not in modules}
@@ -103,14 +103,14 @@ def _as_sidecar(form: Form, rng: random.Random) -> None:
 
 
 def _with_a_prefix(form: Form, rng: random.Random) -> None:
-    """All names, or only the modules' names, with the prefix of a multimodal model."""
+    """Adds the prefix of a multimodal model to all names or only to the modules' names."""
     prefix, of_modules = rng.choice(["language_model.", "model.", "model.language_model."]), rng.random() < 0.5
     chosen = [name for name in form.tensors if not of_modules or _is_of_module(name, form)]
     form.files[SINGLE] = {(prefix + name if name in chosen else name): array for name, array in form.tensors.items()}
 
 
 def _in_other_floats(form: Form, rng: random.Random) -> None:
-    """Some tensors in a different float type, which holds their values exactly."""
+    """Stores some tensors in a different float type that holds their values exactly."""
     for name in rng.sample(sorted(form.tensors), min(len(form.tensors), rng.choice([1, 3, 1000]))):
         array, dtype = form.tensors[name], rng.choice(FLOATS)
         if array.dtype in FLOATS and (array.astype(dtype).astype(array.dtype) == array).all():
@@ -126,7 +126,7 @@ def _with_powers_of_two(form: Form) -> dict[str, np.ndarray]:
 
 
 def _with_exponents(form: Form, rng: random.Random) -> Form:
-    """Scales as the bytes of their exponents. Returns the equivalent form with float32 scales."""
+    """Stores scales as the bytes of their exponents. Returns the equivalent form with float32 scales."""
     scales = _with_powers_of_two(form)
     same = dataclasses.replace(form, files={SINGLE: dict(form.tensors)})
     kind = rng.choice([np.uint8, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16])
@@ -137,7 +137,7 @@ def _with_exponents(form: Form, rng: random.Random) -> Form:
 
 
 def _with_other_norms(form: Form, rng: random.Random) -> None:
-    """The norms of the trunk or of the modules as `1 + w` instead of w, if the model's norms are zero-centred."""
+    """Stores zero-centred norms of the trunk or of the modules as `1 + w` instead of w."""
     of_modules = rng.random() < 0.7
     shifted = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
     if not form.config["model_type"].startswith(("qwen3_5", "qwen3_next")):
@@ -149,7 +149,7 @@ def _with_other_norms(form: Form, rng: random.Random) -> None:
 
 
 def _with_a_repeating_sidecar(form: Form, rng: random.Random) -> None:
-    """Modules in an additional file that repeats embedding and head, as exports do."""
+    """Moves the modules to an additional file that repeats embedding and head, as exports do."""
     _as_sidecar(form, rng)
     for file, tensors in form.files.items():
         if file != SINGLE:
@@ -158,7 +158,7 @@ def _with_a_repeating_sidecar(form: Form, rng: random.Random) -> None:
 
 
 def _with_modules_twice(form: Form, rng: random.Random) -> None:
-    """The modules in the checkpoint, and identical copies in an additional file."""
+    """Keeps the modules in the checkpoint, and adds identical copies in an additional file."""
     modules = {name: array.copy() for name, array in form.tensors.items() if _is_of_module(name, form)}
     form.index = dict.fromkeys(form.tensors, SINGLE)
     if modules:
@@ -166,7 +166,7 @@ def _with_modules_twice(form: Form, rng: random.Random) -> None:
 
 
 def _with_other_scales(form: Form, rng: random.Random) -> Form:
-    """Scales in a different type that holds them exactly, or with the other name."""
+    """Stores scales in a different type that holds them exactly, or under the other name."""
     scales = _with_powers_of_two(form)
     same = dataclasses.replace(form, files={SINGLE: dict(form.tensors)})
     kind, end = rng.choice([ml_dtypes.bfloat16, np.float32]), rng.choice(["_scale", "_scale_inv"])
@@ -177,7 +177,7 @@ def _with_other_scales(form: Form, rng: random.Random) -> Form:
 
 
 def _with_another_tie(form: Form, rng: random.Random) -> None:
-    """A tied head: only under its own name, under both names, or declared at the other level of the configuration."""
+    """Stores a tied head only under its own name, under both names, or declared at the other level of the config."""
     text = form.config.get("text_config", form.config)
     if not text.get("tie_word_embeddings", form.config.get("tie_word_embeddings")):
         return
@@ -211,7 +211,7 @@ def _with_integer_weights(form: Form, rng: random.Random) -> None:
 
 
 def _with_a_bias(form: Form, rng: random.Random) -> None:
-    """A bias that the configuration does not mention."""
+    """Adds a bias that the configuration does not mention."""
     names = [name for name in form.tensors if name.endswith(("o_proj.weight", "down_proj.weight", "gate_proj.weight"))]
     names = [name for name in names if name.removesuffix("weight") + "bias" not in form.tensors]
     name = rng.choice(names or _norms(form))
@@ -219,7 +219,7 @@ def _with_a_bias(form: Form, rng: random.Random) -> None:
 
 
 def _packed(form: Form, rng: random.Random) -> None:
-    """One layer's matrices in a packed format, with or without a configuration that declares it."""
+    """Stores one layer's matrices in a packed format, with or without declaring it in the configuration."""
     method = rng.choice(sorted(PACKED))
     settings, parts = PACKED[method]
     for name in [name for name in form.tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]:
@@ -280,7 +280,7 @@ def rewritten(case: dict[str, Any], folder: pathlib.Path) -> str | None:
     expected = (SAME | CHANGED)[case["how"]](form, rng) or read_form(source)
     write_form(form, source, folder / "rewritten")
     write_form(expected, source, folder / "expected")
-    # An error ends the case here: `worker` judges its message.
+    # An error ends the case here, and `worker` judges its message.
     found = mtpjax.load(folder / "rewritten")
     if case["how"] in CHANGED:
         return "loads, but the files mean another model"
@@ -288,7 +288,7 @@ def rewritten(case: dict[str, Any], folder: pathlib.Path) -> str | None:
 
 
 def _convert_and_back(folder: pathlib.Path) -> str | None:
-    """Converts the rewritten checkpoint and back, which must give the same files, except for unread files."""
+    """Converts the rewritten checkpoint and back, which must give the same files except for unread ones."""
     from mtpjax.io import convert
     from mtpjax.io.inspect import inspect
 

@@ -1,7 +1,7 @@
-"""Cases for tokenizers: a text that is streamed token by token must equal the text of all tokens.
+"""Cases for tokenizers. The text streamed token by token must equal the text decoded from all tokens.
 
-A case draws a small tokenizer of one kind and a sequence of ids: whole characters, halves of characters, runs of
-invalid bytes, special tokens in the middle, and ids that have no token.
+A case draws a small tokenizer of one kind and a sequence of ids for whole characters, halves of characters, runs of
+invalid bytes, and special tokens in the middle, or without a token.
 """
 
 import json
@@ -36,7 +36,7 @@ def draw(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     kind = rng.choice(sorted(DECODERS))
     tokens = vocabulary(kind)
     tokenizer = make_tokenizer(tokens, DECODERS[kind])
-    # The last id has no token: vocabularies of models are padded.
+    # The last id has no token, because vocabularies of models are padded.
     ids = [rng.randrange(len(tokens) + 3) for _ in range(rng.choice([0, 1, 2, 5, 20, 60]))]
     if rng.random() < 0.3:
         ids = [rng.randrange(min(256, len(tokens))) for _ in ids]  # mostly bytes
@@ -63,15 +63,15 @@ def streamed(case: dict[str, Any], folder: pathlib.Path) -> str | None:
 
 
 def vocabulary(kind: str) -> list[str]:
-    """Returns the tokens for a kind in `DECODERS`: bytes, if it has them, and some words in its spelling."""
+    """Returns the tokens for a kind in `DECODERS`: all bytes, if it has byte tokens, and some words in its spelling."""
     if kind == "byte-level":
-        # GPT-2's characters for bytes: printable ones stand for themselves, the others are counted from 256 on.
+        # GPT-2's characters for bytes. Printable bytes represent themselves; the others are numbered from 256 on.
         kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = (chr(256 + index) for index in range(256))
         spell = {byte: chr(byte) if byte in kept else next(others) for byte in range(256)}
         words = ["".join(spell[byte] for byte in word.encode()) for word in (*WORDS, " the", " 日", "\n\n")]
         return list(dict.fromkeys([*spell.values(), *words]))
-    # Words at the start of a word and inside of one, as the kind writes them.
+    # Tokens at the start of a word and inside a word, as the kind spells them.
     before, after = {"suffixes": ("", "</w>"), "word pieces": ("##", ""), "plain": ("", ""), "fused": (" ", "")}.get(
         kind, ("▁", "")
     )

@@ -22,7 +22,7 @@ from experiments.correctness.hostile import chats, cpu_time, rewritten, streams
 from experiments.correctness.hostile.cases import TRAIN
 
 EXIT_CODES = (0, 1, 2, 3, 4, 75)
-MAX_LINES = 3  # of an error; warnings may stand before it
+MAX_LINES = 3  # of an error, after any warnings
 
 
 def fingerprint(folder: pathlib.Path, *, without: str) -> str:
@@ -46,7 +46,7 @@ def fingerprint(folder: pathlib.Path, *, without: str) -> str:
 
 
 def warm_up(sandbox: str) -> None:
-    """Imports and compiles what ordinary requests use, so that it does not count as time and memory of a case."""
+    """Imports and compiles what ordinary requests use, so that no case is charged for this time and memory."""
     import mtpjax
     from mtpjax.cli.main import main
     from mtpjax.data.tokenizer import load_tokenizer
@@ -78,7 +78,7 @@ def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
         sandbox: the folder of the cases.
 
     Returns:
-        What was wrong (None if nothing), seconds, and bytes by which the process grew.
+        The problem (or None), the seconds, and the number of bytes by which the process grew.
     """
     os.chdir(pathlib.Path(sandbox) / "out")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -99,7 +99,7 @@ def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
     shown = out.getvalue() + err.getvalue()
     if problem is None and "Traceback (most recent call last)" in shown:
         problem = f"prints a traceback: {shown[-500:]}"
-    # `generate` writes the model's text to a pipe as it is, whatever characters the model chose.
+    # `generate` writes the model's text to a pipe unchanged, whatever characters the model chose.
     shown = err.getvalue() if case.get("arguments", [""])[0] == "generate" else shown
     if problem is None and any(not (char.isprintable() or char in "\n\t\r") for char in shown):
         problem = f"prints control characters: {shown[:300]!r}"
@@ -125,7 +125,7 @@ def _judge_error(error: Exception) -> str | None:
     ours = [frame for frame in frames if "mtpjax/" in frame.filename or "conversion/" in frame.filename]
     if len(str(error).strip().splitlines()) > MAX_LINES:
         return f"{type(error).__name__} of several lines: {str(error)[:300]}"
-    # A setting of a wrong type may be a TypeError, if it is ours and not one from deep inside.
+    # A setting with a wrong type may raise a TypeError if our code raises it, not a library that it calls.
     has_own_class = type(error).__module__.startswith("mtpjax")
     if not (has_own_class or isinstance(error, OSError) or (ours and frames[-1] is ours[-1])):
         return f"{type(error).__name__} from {frames[-1].name} in {frames[-1].filename.split('/')[-1]}: {error}"[:400]
@@ -161,7 +161,7 @@ def write_changed(case: dict[str, Any], sandbox: pathlib.Path) -> pathlib.Path:
     shutil.copytree(sandbox / case["base"], folder)
     content = base64.b64decode(case["bytes"]) if "bytes" in case else case["content"].encode("utf-8", "surrogatepass")
     (folder / case["file"]).write_bytes(content)
-    # Our own format records a digest of each file. An attacker would mend it.
+    # Our own format records a digest of each file, which an attacker would update.
     digests = folder / "digests.json"
     if digests.exists() and case["file"] != "digests.json":
         record = json.loads(digests.read_text())
@@ -240,12 +240,12 @@ def in_new_folder(
 
 
 def full_disk(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
-    """Replaces a checkpoint on a disk without enough room: the old checkpoint must stay complete."""
+    """Replaces a checkpoint on a disk without enough space. The old checkpoint must stay complete."""
     disk = sandbox / "out" / "disk"
     disk.mkdir(exist_ok=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={case['kilobytes']}k", "tmpfs", str(disk)])
     if mounted.returncode:
-        return None  # no right to mount here
+        return None  # no permission to mount here
     try:
         target = disk / "target"
         # The old checkpoint takes most of the disk.
@@ -264,14 +264,14 @@ def full_disk(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
         left = [path.name for path in disk.iterdir() if path.name not in ("target", "ballast")]
         return f"leaves {left} behind" if done.returncode and left else None
     finally:
-        for _ in range(50):  # a process that was killed may hold the disk for a moment
+        for _ in range(50):  # a killed process may still use the disk for a moment
             if not subprocess.run(["umount", str(disk)], stderr=subprocess.DEVNULL).returncode:
                 break
             time.sleep(0.1)
 
 
 def signalled(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
-    """Ends a conversion over an existing checkpoint at a random moment: the old or new one must be complete."""
+    """Ends a conversion over an existing checkpoint at a random moment. The old or new one must be complete."""
     import mtpjax
 
     folder = pathlib.Path(tempfile.mkdtemp(dir=sandbox / "out"))
@@ -299,7 +299,7 @@ def _run(
     )
     watch = cpu_time.Stopwatch(process.pid)
     if signal_at is not None:
-        # The moment counts the command's own time too, so that a seed meets the same stage on every machine.
+        # The moment is measured in the command's own time, so that a seed hits the same stage on every machine.
         while process.poll() is None and watch.seconds() < signal_at:
             time.sleep(0.01)
         process.send_signal(number)

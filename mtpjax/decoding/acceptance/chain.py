@@ -8,7 +8,7 @@ from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 
 def match_chain(drafts: jax.Array, target_tokens: jax.Array) -> jax.Array:
-    """Counts accepted drafts: the longest prefix that equals the target's tokens.
+    """Counts the accepted drafts, which are the longest prefix that equals the target's tokens.
 
     Target token j follows drafts 1..j, so target tokens 0..n are the n accepted drafts and the bonus token.
 
@@ -39,7 +39,7 @@ def token_chain(
     (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318, algorithm 2).
 
     Args:
-        num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
+        num_drafted: `[]` int32 number of drafts before the padding. None: all K were drafted.
     """
     position = jnp.arange(drafts.shape[0])
     # u < p/q, written without a division so that q = 0 needs no special case.
@@ -65,11 +65,11 @@ def block_chain(
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the first i drafts pass with probability
     h_i = r_i / (r_i + 1 - w_i), where r_i is the sum of max(w_i p - q, 0) after them; h_K = w_K. The rule accepts the
-    longest prefix that passes. The bonus token comes from max(w p - q, 0), or from p if all K drafts are accepted. The
-    expected number of accepted drafts is never below that of `token_chain`.
+    longest prefix that passes. The bonus token comes from max(w p - q, 0), or from p if all K drafts are accepted. In
+    expectation, the rule accepts at least as many drafts as `token_chain`.
 
     Args:
-        num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
+        num_drafted: `[]` int32 number of drafts before the padding. None: all K were drafted.
     """
     position = jnp.arange(drafts.shape[0])
     # A sampled draft has q > 0. The floor keeps the division finite where q underflows.
@@ -83,7 +83,7 @@ def block_chain(
 
     _, w = jax.lax.scan(narrow, jnp.ones_like(p[0, 0]), ratios, unroll=True)
     w = jnp.concatenate([jnp.ones_like(p[0, :1]), w])  # [K+1]
-    # r_i: the target's probability mass that the next draft does not cover; w_i after the last draft.
+    # r_i: the target's probability mass that the next draft does not cover. After the last draft it is w_i.
     proposed = _proposed(q, position, num_drafted)
     r = vocabulary.sum(jnp.maximum(w[:, None] * p - proposed, 0))  # [K+1]
     # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
@@ -97,7 +97,7 @@ def block_chain(
 
 
 def _proposed(q: jax.Array, position: jax.Array, num_drafted: jax.Array | None) -> jax.Array:
-    """Returns `[K+1, V]`: each draft's q, and 0 where nothing was drafted, so that the residual there is p."""
+    """Returns each draft's q as `[K+1, V]`, with 0 where nothing was drafted, so that the residual there is p."""
     if num_drafted is not None:
         q = jnp.where((position < num_drafted)[:, None], q, 0)
     return jnp.pad(q, ((0, 1), (0, 0)))

@@ -1,4 +1,4 @@
-"""Lossy acceptance rules: they accept more drafts and change the distribution of the text."""
+"""Lossy acceptance rules, which accept more drafts but change the distribution of the text."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from mtpjax.decoding.acceptance.walk import AcceptedPath, descend
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
-MIN_THRESHOLD = 1e-9  # SGLang's floor of `threshold_acc`, against division by zero
+MIN_THRESHOLD = 1e-9  # SGLang's lower bound for `threshold_acc`, which prevents division by zero
 
 
 def threshold_tree(
@@ -20,12 +20,12 @@ def threshold_tree(
     num_steps: int,
     vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
-    """Walks the tree by SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
+    """Walks the tree with SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
 
-    Exact if both thresholds are 1, lossy below. One uniform per node is compared for all its children. The rule accepts
-    child x if the uniform is at most the total probability of the children tried so far, x included, divided by
-    `threshold_acc`, or if p(x) alone is at least `threshold_single`. The bonus token is never one of the rejected
-    children.
+    The rule is exact if both thresholds are 1, else lossy. All children of a node are tested with one uniform number.
+    The rule accepts child x if the uniform is at most the total probability of the children tried so far, x included,
+    divided by `threshold_acc`, or if p(x) alone is at least `threshold_single`. The bonus token is never one of the
+    rejected children.
     """
     # cumulative_p[n]: total probability of node n and of its earlier siblings.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
@@ -35,7 +35,7 @@ def threshold_tree(
     # SGLang compares with `<=`, so a uniform of exactly 0 accepts a token of probability 0. The other rules reject it.
     passes = (u[parents] <= cumulative_p / jnp.maximum(threshold_acc, MIN_THRESHOLD)) | (p_x >= threshold_single)
     path, num_accepted = descend(passes, parents, num_steps)
-    # The bonus token comes from p without the children that the walk rejected. A full path has rejected none.
+    # The bonus token comes from p without the children that the walk rejected. The end of a full path has no children.
     last = path[-1]
     is_rejected = (parents == last) & (num_accepted < num_steps)
     # If rounding leaves no probability, SGLang emits the last id of the vocabulary; here the token is drawn from p.
@@ -58,7 +58,7 @@ def typical_tree(
     """Picks a path by Medusa's typical acceptance (2401.10774). Lossy.
 
     A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats. The rule accepts the
-    longest path on which every draft passes, and the most probable one among equally long paths. The bonus token comes
+    longest path on which every draft passes, or the most probable of several equally long paths. The bonus token comes
     from p after that path. The rule needs no uniforms.
     """
     # log_p_x[n]: log-probability of node n, or -inf if it does not pass.
@@ -68,8 +68,8 @@ def typical_tree(
     is_root = jnp.arange(len(parents)) == 0
     is_node = parents >= 0
 
-    # Scores flow down one level per step: after j steps every node at depth <= j has the log-probability of its path. K
-    # steps cover the whole tree. A node that does not pass gives -inf to all its descendants.
+    # Scores move down one level per step, so after j steps every node at depth <= j has the log-probability of its
+    # path. K steps cover the whole tree. A node that does not pass sets the scores of all its descendants to -inf.
     def step_down(_, carry):
         depth, score = carry
         return jnp.where(is_node, depth[parents] + 1, 0), jnp.where(is_node, score[parents] + log_p_x, score)
@@ -80,7 +80,7 @@ def typical_tree(
     depth = jnp.where(jnp.isfinite(score), depth, -1)
     num_accepted = depth.max()
     best = jnp.argmax(jnp.where(depth == num_accepted, score, -jnp.inf)).astype(parents.dtype)
-    # Climb to the root, then reverse; the path's tail repeats its last node.
+    # Climb to the root, then reverse the path, whose tail repeats its last node.
     upward_path = [best]
     for _ in range(num_steps):
         upward_path.append(jnp.maximum(parents[upward_path[-1]], 0))
@@ -102,9 +102,9 @@ def relaxed_tree(
     """Walks the tree by TensorRT-LLM's relaxed acceptance (`mtpRelaxedAcceptance`), extended to trees. Lossy.
 
     A draft x passes if it is among the `relaxed_topk` most probable tokens (the lower id wins a tie) and
-    p(x) >= max p - `relaxed_delta`. The rule needs no uniforms.
-    The walk goes to the lowest-numbered child that passes, and the bonus token comes from p after it. Unlike in
-    TensorRT-LLM, a token of probability 0 never passes, since the request may have banned it.
+    p(x) >= max p - `relaxed_delta`. The walk moves to the lowest-numbered child that passes, and the bonus token comes
+    from p after the last such child. The rule needs no uniforms. Unlike in TensorRT-LLM, a token of probability 0 never
+    passes, since the request may have banned it.
     """
     # A token's rank is the number of tokens that are more probable, or equally probable with a lower id.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
@@ -115,6 +115,7 @@ def relaxed_tree(
     passes = (
         (vocabulary.sum(ranks_higher) < relaxed_topk) & (p_x >= vocabulary.max(parent_p) - relaxed_delta) & (p_x > 0)
     )
-    # The bonus token comes from all of p, rejected children included: this rule does not keep the distribution anyway.
+    # The bonus token comes from all of p, including rejected children, because the rule changes the distribution
+    # anyway.
     path, num_accepted = descend(passes, parents, num_steps)
     return AcceptedPath(path, num_accepted, p[path[-1]])

@@ -1,7 +1,7 @@
-"""The acceptance rules, one `AcceptanceRule` each. Does not import JAX, so that `--help` can list them.
+"""Defines an `AcceptanceRule` for each acceptance rule. Does not import JAX, so that `--help` can list them quickly.
 
-To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and add an `AcceptanceRule` here,
-from which all other code reads it. A user-defined rule is an `AcceptanceRule` in the user's module: pass it as
+To add a rule, write its function in `chain`, `tree` or `lossy`, and add an `AcceptanceRule` to this module, which all
+other code reads. A user-defined rule is an `AcceptanceRule` in the user's module: pass it as
 `DecodeConfig(acceptance=...)`, or as `--acceptance package.module:RECORD` on the command line.
 """
 
@@ -19,8 +19,8 @@ MAX_PARAMETERS = 2  # columns of `RowSettings.rule_params`
 class AcceptanceRule:
     """An acceptance rule.
 
-    `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the parameters of the rule by keyword.
-    The argument q is omitted unless `needs_q` is set:
+    `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the rule's parameters as keyword
+    arguments. The argument q is omitted unless `needs_q` is set. The other arguments depend on `drafts`:
 
     - `drafts="chain"`: `function(drafts, p, q, u, num_drafted=None) -> (num_accepted, weights)`, with `drafts [K]`, `p
       [K+1, V]`, `q [K, V]`, `u [K]`. Drafts from index `num_drafted` on are padding.
@@ -32,13 +32,12 @@ class AcceptanceRule:
         function: the rule's function, or `package.module:function`, which is imported when a call is traced. None for
             rules that follow the target's tokens.
         is_exact: whether the rule keeps the target's distribution.
-        drafts: the drafts that it supports: "chain"; "fixed tree", a tree whose shape does not depend on the drafted
-            tokens; or "any", chains and trees of any shape.
-        needs_q: whether the rule reads q, the distribution that drafts were drawn from, so drafts must be sampled.
+        drafts: the supported drafts: "chain", "fixed tree" (a tree whose shape does not depend on the drafted tokens),
+            or "any" (chains and trees of any shape).
+        needs_q: whether the rule reads q, the distribution that drafts were drawn from, which requires sampled drafts.
         parameters: default values by parameter name, at most two. A `DecodeConfig` field of the same name overrides the
             default. Rules that differ only in these values share a compiled program.
-        follows: set if the rule accepts the drafts that equal the target's token after each node; says whether that
-            token is the arg-max or a sample.
+        follows: the token of the target that a draft must equal, "arg-max" or "sample"; None for other rules.
         on_chain: for a "fixed tree" rule, the cheaper rule that is equivalent on a chain.
         reads_shard: whether `function` takes `vocabulary` and only one device's columns of p and q. Otherwise it gets
             all columns.
@@ -81,7 +80,7 @@ class AcceptanceRule:
         return self.name
 
     def load(self) -> Callable[..., Any]:
-        """Returns the function."""
+        """Returns the rule's function; imports it if it is given as `package.module:function`."""
         assert self.function is not None, f"acceptance rule '{self.name}' follows the target's tokens"
         if not isinstance(self.function, str):
             return self.function
@@ -94,17 +93,17 @@ _RULES = (
     # These rules follow the target's token after each node, so they are exact for any tree.
     AcceptanceRule("greedy", follows="arg-max", is_exact=True),
     AcceptanceRule("sample", follows="sample", is_exact=True),
-    # Ratio rules compare p with q. For chains:
+    # Ratio rules compare p with q. These two are for chains.
     AcceptanceRule("token", "mtpjax.decoding.acceptance.chain:token_chain", drafts="chain", **_EXACT),
     AcceptanceRule("block", "mtpjax.decoding.acceptance.chain:block_chain", drafts="chain", **_EXACT),
-    # Rules for trees whose shape is fixed; on a chain they are equivalent to the rules above.
+    # These rules are for trees of fixed shape. On a chain they are equivalent to the rules above.
     AcceptanceRule(
         "recursive", "mtpjax.decoding.acceptance.tree:recursive_tree", drafts="fixed tree", on_chain="token", **_EXACT
     ),
     AcceptanceRule(
         "traversal", "mtpjax.decoding.acceptance.tree:traversal_tree", drafts="fixed tree", on_chain="block", **_EXACT
     ),
-    # Lossy rules for chains and any tree. Their parameters are fields of `DecodeConfig`.
+    # These lossy rules are for chains and trees of any shape. Their parameters are fields of `DecodeConfig`.
     AcceptanceRule(
         "threshold",
         "mtpjax.decoding.acceptance.lossy:threshold_tree",

@@ -19,10 +19,10 @@ class AcceptedPath(NamedTuple):
 def match_tree(
     tokens: jax.Array, parents: jax.Array, target_tokens: jax.Array, *, num_steps: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Walks down the tree along the target's own tokens.
+    """Walks down the tree along the target's tokens.
 
-    Exact for any tree, however it was chosen, because the text is the target's tokens. With the arg-max after each
-    node this is greedy verification (SpecInfer, 2305.09781); with a draw from `p[n]` it is sample-and-match.
+    The walk is exact for any tree, because the text consists of the target's tokens. With the arg-max after each node
+    this is greedy verification (SpecInfer, 2305.09781); with a draw from `p[n]` it is sample-and-match.
 
     Args:
         tokens: `[W]` drafted tokens.

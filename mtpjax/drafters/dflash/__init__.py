@@ -1,1 +1,1 @@
-"""DFlash (2602.06036): network, drafting and published files."""
+"""The DFlash draft method (2602.06036), with its network, drafting and published files."""

@@ -1,8 +1,8 @@
-"""The DFlash drafter (2602.06036): one pass over a block of mask tokens drafts all levels at once.
+"""The DFlash drafter (2602.06036), which drafts all levels in one pass over a block of mask tokens.
 
 The drafter's cache holds keys and values for committed positions, computed from the trunk's states at these positions.
-A round extends the cache over the positions that the last round committed. Then the block passes through the layers, in
-the slots after these positions. The next round overwrites the block's keys and values before anything reads them.
+A round extends the cache over the positions that the last round committed. Then the block passes through the layers and
+uses the slots after these positions. The next round overwrites the block's keys and values before anything reads them.
 """
 
 import dataclasses
@@ -33,15 +33,14 @@ def block_limits(title: str) -> DraftLimits:
     """Returns the limits of methods that draft a block."""
     return dataclasses.replace(
         TrainedDrafter.limits,
-        trees=f"{title} drafts chains only: the slots of a block draft one continuation, and a tree would need blocks "
-        "after other tokens",
+        trees=f"{title} drafts chains only, because the slots of a block draft a single continuation",
         levels=f"drafts of a {title} block",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class DFlashDrafter(TrainedDrafter, BufferedDrafter):
-    """Drafts chains with a DFlash network; `mtpjax.load_drafter` reads one with its parameters.
+    """Drafts chains with a DFlash network, which `mtpjax.load_drafter` loads with its parameters.
 
     The block always has as many slots as in training. With a smaller `num_steps`, the last drafts are not used.
 
@@ -75,24 +74,24 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         )
 
     def _buffer_size(self, spec: DecodeSpec) -> int:
-        """Returns the size of the buffer: the positions of a round, and the backlog of an adaptive call."""
+        """Returns the size of the buffer, which holds the positions of a round and the backlog of an adaptive call."""
         return spec.num_steps + 1 + HIDDEN_BUFFER * spec.is_adaptive
 
     def extend(
         self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> ModulesState:
-        """Writes the context of one prefill chunk. A row's padding is written after its text."""
+        """Writes the context entries for one prefill chunk. The entries for a row's padding follow its text."""
         cache = self._extend_cache(decoder, weights, state, states, start)
         length = jnp.minimum(start + states.shape[1], state.length)
-        # The slot's previous request may have left NaN in the buffer. This is harmless, because it is written after the
-        # text.
+        # Clear the buffer, because the slot's previous request may have left NaN in it. The zeros are harmless, because
+        # they are written after the text.
         hidden = jnp.zeros_like(state.drafter.hidden)
         return ModulesState((commit(cache, length),), hidden, length)
 
     def _extend_cache(
         self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> Cache:
-        """Projects trunk states `[B, T, n * D]` and writes their keys and values from slot `start` on."""
+        """Projects trunk states `[B, T, n * D]` and writes their keys and values, starting at slot `start`."""
         config, network, (cache,) = self.architecture.block, weights.drafter.network, state.drafter.caches
         view = of_drafter(view_pass(state, config, start, states.shape[1], num_used=states.shape[1]))
         context = self._apply(decoder, weights, states, method="context")
@@ -111,13 +110,13 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         drafter_state, own = state.drafter, self.architecture
         states = drafter_state.hidden[:, : num_steps + 1]
         cache = self._extend_cache(decoder, weights, state, states, drafter_state.hidden_start)
-        # 2. The block: the pending token, whose state is not known yet, and mask tokens.
+        # 2. Run the block. It consists of the pending token, whose state is not known yet, and mask tokens.
         anchor = read_rows(state.tokens, state.length - 1, 1)
         tokens = jnp.pad(anchor, ((0, 0), (0, own.block_size - 1)), constant_values=own.mask_token_id)
         embedded = embed(own, decoder, weights, tokens, states.dtype)
         views = self._block_views(state, decoder.spec)
         hidden, layers = self._apply(decoder, weights, embedded, views, cache.layers, method="run")
-        # Rows that are done were not extended: their pages may belong to other rows.
+        # Rows that are done keep their length, because their pages may belong to other rows.
         cache = commit(cache.replace(layers=layers), jnp.where(state.done, cache.length, state.length - 1))
         # 3. Draft from the slots. The anchor's slot drafts only if the network was trained to do so.
         hidden = hidden[:, own.block_size - own.num_drafts :][:, :num_steps]
@@ -125,7 +124,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         return draft, state.replace(drafter=drafter_state.replace(caches=(cache,)))
 
     def _draft(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
-        """Drafts from the states `[B, K, D]` of the slots; no draft depends on another."""
+        """Drafts from the slots' states `[B, K, D]`. No draft depends on another draft."""
 
         def score(level: int, previous: jax.Array, path: PathTokens | None, carry: None) -> tuple[DraftScores, None]:
             rows = hidden[:, level - 1 : level]
@@ -134,26 +133,25 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         return draft_levels(decoder, score, state)
 
     def _block_views(self, state: DecodeState, spec: DecodeSpec) -> tuple[View, ...]:
-        """Makes the view of each layer: the slots attend to the context within the layer's window, and to each other.
+        """Makes one view per layer, in which the slots attend to the context within the window and to each other.
 
-        In a view the block is a tree: its slots come after the text, and attend to the text and to some of the block's
-            slots.
+        A view treats the block as a tree. The slots follow the text, and attend to it and to some slots of the block.
         """
         own, base = self.architecture, state.length - 1
         X, B = own.block_size, len(state.length)
         offset = jnp.broadcast_to(jnp.arange(X)[None, :], (B, X))
-        distance = jnp.arange(X)[:, None] - jnp.arange(X)[None, :]  # from the key's slot to the query's
+        distance = jnp.arange(X)[:, None] - jnp.arange(X)[None, :]  # the query's slot minus the key's
         made: dict[tuple[int, bool], View] = {}
         for window, is_causal in dict.fromkeys(zip(own.windows, own.is_causal, strict=True)):
             is_seen = distance >= 0 if is_causal else jnp.ones((X, X), bool)
             if window and not own.window_from_anchor:
                 is_seen &= jnp.abs(distance) < window
-            # `draft_window` limits full layers. Sliding layers use the smaller of both windows, without sinks.
+            # `draft_window` limits full layers. Sliding layers use the smaller of the two windows, without sinks.
             limit = spec.window
             if window:
                 width = window + own.window_from_anchor
                 limit = (width if limit is None else min(width, limit[0]), 0)
-            # With windows from the anchor, the windows of all slots count back from its position.
+            # If `window_from_anchor` is set, the windows of all slots count back from the anchor's position.
             depths = jnp.zeros_like(offset) if window and own.window_from_anchor else offset
             tree = TreeSlots(base, depths, jnp.broadcast_to(is_seen[None], (B, X, X)))
             view = view_pass(state, own.block, base, X, num_used=X, tree=tree, window=limit)
@@ -161,7 +159,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
 
     def drain_backlog(self, decoder: Decoder, weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
-        """Extends the context by the whole buffer; see `Drafter.drain_backlog`."""
+        """Extends the context over the whole buffer; see `Drafter.drain_backlog`."""
 
         def drain(state: DecodeState) -> DecodeState:
             drafter_state = state.drafter
@@ -180,13 +178,13 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs one block after each anchor; without anchors, row i has anchor i + 1, and the last row has no anchor."""
+        """Runs one block after each anchor. By default, row i has anchor i + 1, and the last row has no anchor."""
         own, T, anchors = self.architecture, rows.tokens.shape[1], rows.anchors
         table = embedding_table(params, own, model)
         if anchors is None:
             anchors = jnp.broadcast_to(jnp.minimum(jnp.arange(1, T + 1), T - 1)[None], rows.tokens.shape)
         shape = {"config": own, "segment_ids": rows.segment_ids, "implementation": model.implementation}
-        # One pass of the block for all levels: a slot reads no draft, so no level waits for another.
+        # Run the block only once for all levels, because a slot reads no draft and no level depends on another.
         hidden = block_states(params[DRAFTER], rows.features, rows.tokens, anchors, table, **shape)
         # Drop the anchor's slot if it does not draft.
         hidden = hidden[:, :, own.block_size - own.num_drafts :][:, :, :num_levels]
@@ -196,5 +194,5 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def _head_inputs(
         self, network: dict[str, Any], hidden: jax.Array, tokens: jax.Array, anchors: jax.Array, model: MTPModel
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Computes each level's head input, `[B, A, D]`, and the confidence, from the slots' states."""
+        """Computes the head input of each level, `[B, A, D]`, and the confidence from the slots' states."""
         return tuple(hidden[:, :, level] for level in range(hidden.shape[2])), None

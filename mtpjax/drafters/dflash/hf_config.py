@@ -1,8 +1,8 @@
-"""The `config.json` and tensors of block drafters, in the formats of each method's authors and of speculators.
+"""Parses and generates the `config.json` of block drafters in the authors' and speculators' formats.
 
 DFlash's authors are z-lab (`DFlashDraftModel`). A method that extends DFlash defines another `BlockFormat`. vLLM reads
 all of these methods in speculators' format. The authors' formats list the trunk layers whose outputs are read;
-speculators lists the layers that these states enter.
+speculators' format lists the layers that these states enter.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ SECTION_KEYS = {
     *("sample_from_anchor", "block_size", "markov_rank", "markov_head_type", "enable_confidence_head"),
     *("confidence_head_with_markov", "num_anchors", LAST_LAYER_STATE),
 }
-# Keys of published files that this network does not implement, with the values that have no effect.
+# Keys in published files that this network does not implement, with the values for which they have no effect.
 NOT_SUPPORTED = {
     "attention_sink_bias": (False,),
     "add_swa_attention_sink_bias": (False,),
@@ -67,11 +67,11 @@ NOT_SUPPORTED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """Describes how the files of one block-drafting method differ from those of the others.
+    """Describes how the files of one block-drafting method differ from the files of other methods.
 
     Attributes:
         name: the method's name in speculators' format.
-        authors: name of its authors' format.
+        authors: the name of its authors' format.
         class_name: the class in `architectures`.
         config: the class of the architecture.
         describe: returns the keys that only the authors' format has.
@@ -93,7 +93,7 @@ class BlockFormat:
 def parse_blocks(
     kind: BlockFormat, values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
 ) -> tuple[Any, str]:
-    """Parses `config.json`; arguments and result as in `DrafterFiles.parse`.
+    """Parses `config.json`. See `DrafterFiles.parse` for the arguments and the result.
 
     Raises:
         ConfigError: the configuration is damaged or not supported, or does not list the trunk layers to read.
@@ -165,7 +165,7 @@ def _layer_ids(
 
 
 def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if that is impossible."""
+    """Makes a `config.json` that `parse_blocks` parses back to `config`; raises `ConfigError` if none exists."""
     window = max(config.windows)
     layers = describe_layers(config.block) | {
         "layer_types": [SLIDING if each else FULL for each in config.windows],
@@ -240,7 +240,7 @@ DFLASH_FORMAT = BlockFormat(
 def block_files(
     kind: BlockFormat, specs: Callable[[Any], dict[str, ParamSpec]], tensor: str, keys: Mapping[str, Any] | None = None
 ) -> DrafterFiles:
-    """Makes the `DrafterFiles` of a block-drafting method."""
+    """Makes the `DrafterFiles` for a block-drafting method."""
     return DrafterFiles(
         formats=(kind.authors, SPECULATORS),
         format_with_ids=SPECULATORS,
@@ -254,5 +254,5 @@ def block_files(
 
 
 def dflash_specs(config: DFlashConfig) -> dict[str, ParamSpec]:
-    """Lists every parameter with its tensors, by plain name; the names are the same in all formats."""
+    """Lists every parameter with its tensors, by plain name. The names are the same in all formats."""
     return layers_specs(config) | {"norm_context/scale": copied("hidden_norm.weight", config.block.hidden_size)}

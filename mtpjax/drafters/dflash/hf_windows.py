@@ -4,14 +4,14 @@ from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Attention keys that this file reads instead of the model family parser.
+# Attention keys that this module reads instead of the model family's parser.
 ATTENTION_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings")
 
 
 def read_windows(
     reader: ConfigReader, section: ConfigReader, layers: ConfigReader, form: str, count: int
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Reads each layer's window (0: no window), and whether its slots attend only to earlier slots."""
+    """Reads each layer's window (0 if it has none), and whether its slots attend only to earlier slots."""
     types = layers.items("layer_types", str)
     if not types and layers.flag("use_sliding_window", False):
         raise ConfigError(
@@ -19,15 +19,15 @@ def read_windows(
         )
     types = types or (FULL,) * count
     if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
-        raise ConfigError(f"config.json: layer_types {list(types)} must be {count} of '{FULL}' and '{SLIDING}'")
+        raise ConfigError(f"config.json: layer_types {list(types)} must have {count} entries '{FULL}' or '{SLIDING}'")
     if section.flag("use_swa", False) and SLIDING not in types:
-        # In MiMo's files every layer has a window in both directions.
+        # In MiMo's files, every layer has a window that extends in both directions.
         size = section.integer("swa_window_size", layers.get("sliding_window"))
         return (size,) * count, (reader.flag("is_causal", section.flag("causal", False)),) * count
     is_sliding = tuple(kind == SLIDING for kind in types)
     if form == "deepspec" and any(is_sliding):
         raise ConfigError(
-            "config.json: DeepSpec's format does not support sliding layers: DeepSpec trains without them"
+            "config.json: DeepSpec's format does not support sliding layers, because DeepSpec trains without them"
         )
     window = section.integer("swa_window_size", layers.get("sliding_window")) if any(is_sliding) else 0
     windows = tuple(window * each for each in is_sliding)
@@ -39,7 +39,7 @@ def read_windows(
             )
         is_causal = not reader.flag("sliding_window_non_causal", True)
         return windows, tuple(each and is_causal for each in is_sliding)
-    # is_causal, then dflash_config.causal, then the layer's type.
+    # Use is_causal if it is set, then dflash_config.causal, and otherwise the layer's type.
     for each, key in ((reader, "is_causal"), (section, "causal")):
         if each.get(key) is not None:
             return windows, (each.flag(key, False),) * count

@@ -1,4 +1,4 @@
-"""The DFlash `DraftMethod`, and how block drafters are created for training."""
+"""Defines the DFlash `DraftMethod`, and creates new block drafters for training."""
 
 import dataclasses
 import functools
@@ -14,22 +14,22 @@ from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
 from mtpjax.drafters.method import DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig
 
-NUM_BLOCK_LAYERS = 5  # drafter layers, and trunk layers that it reads (2602.06036)
-MIN_BLOCK_LAYERS = 8  # from this depth on, five different layers fit between 2 and L - 2
+NUM_BLOCK_LAYERS = 5  # number of drafter layers, and of trunk layers that the drafter reads (2602.06036)
+MIN_BLOCK_LAYERS = 8  # minimum trunk depth L for five different layers between 2 and L - 2
 BLOCK_SETTINGS = ("draft_layers", "draft_num_layers", "draft_anchors", "draft_mask_token")
 
 
 def default_block_layers(num_layers: int) -> tuple[int, ...]:
-    """Returns the trunk layers whose input states a new drafter reads: five, evenly spaced from 2 to L - 2.
+    """Returns the five trunk layers whose input states a new drafter reads, evenly spaced from 2 to L - 2.
 
-    In a trunk with fewer than 8 layers they are spaced from 1 to L.
+    In a trunk with fewer than 8 layers, they are spaced from 1 to L.
     """
     first, last = (2, num_layers - 2) if num_layers >= MIN_BLOCK_LAYERS else (1, num_layers)
     return tuple(sorted({round(each) for each in np.linspace(first, last, NUM_BLOCK_LAYERS)}))
 
 
 def block_fields(settings: Any, trunk: ModelConfig, num_drafted: int) -> dict[str, Any]:
-    """Returns the fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width, with bidirectional attention."""
+    """Returns the fields of a new `DFlashConfig`, with bidirectional Qwen3 layers of the trunk's width."""
     num_layers = settings.draft_num_layers or NUM_BLOCK_LAYERS
     return {
         "block": dense_layers(trunk, num_hidden_layers=num_layers, use_qk_norm=True),
@@ -37,7 +37,7 @@ def block_fields(settings: Any, trunk: ModelConfig, num_drafted: int) -> dict[st
         "num_target_layers": trunk.num_hidden_layers,
         "mask_token_id": settings.draft_mask_token or 0,
         "draft_vocab_size": num_drafted,
-        # The trunk's head has columns for all tokens.
+        # The trunk's head has columns for all tokens, so a smaller draft vocabulary needs a separate head.
         "own_head": num_drafted < trunk.vocab_size,
     }
 
@@ -69,7 +69,7 @@ DFLASH = DraftMethod(
     algorithms=("DFLASH",),
     files=block_files(DFLASH_FORMAT, dflash_specs, tensor="hidden_norm.weight"),
     training=DraftTraining(
-        # The anchor's slot does not draft.
+        # The anchor's slot does not draft, so the block has one slot more than there are levels.
         architecture=lambda settings, *trunk: DFlashConfig(
             block_size=settings.num_depths + 1, **block_fields(settings, *trunk)
         ),

@@ -1,8 +1,8 @@
-"""The network of a DFlash drafter (2602.06036): a block of slots that attends to projected trunk states.
+"""The network of a DFlash drafter (2602.06036), in which a block of slots attends to projected trunk states.
 
-The slots of a block are the pending token, called the anchor, and mask tokens after it. They pass through the layers
-together. Each layer attends to the keys and values of the block itself and of the context: the trunk's states at all
-positions before the anchor.
+A block's slots hold the pending token, called the anchor, and the mask tokens after it. They pass through the layers
+together. Each layer attends to the keys and values of the block itself and of the context, which consists of the
+trunk's states at all positions before the anchor.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from mtpjax.models.view import Entries, View
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 
-MAX_SCORES = 1 << 26  # maximum attention scores of one layer in memory at once; as float32, 256 MiB
+MAX_SCORES = 1 << 26  # maximum number of a layer's attention scores in memory at once (256 MiB in float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class DFlashConfig(LayersConfig):
     Args:
         block_size: number of slots in a block, X.
         mask_token_id: the token in the slots after the anchor.
-        windows: number of newest positions that a slot attends to, per layer; 0: all positions. (): 0 in every layer.
-        is_causal: whether a slot attends only to itself and earlier slots, per layer. (): False in every layer.
-        window_from_anchor: windows count back from the anchor for every slot, and do not limit the block
-            (speculators). False: from each slot, itself included (z-lab).
-        sample_from_anchor: slot j drafts the token after its position, so a block has X drafts. False: slot j drafts
-            the token at its position, and the anchor's slot does not draft.
+        windows: per layer, the number of newest positions that a slot attends to (0: all); () means 0 in every layer.
+        is_causal: per layer, whether a slot attends only to itself and earlier slots; () means False in every layer.
+        window_from_anchor: if True, all slots' windows count back from the anchor and do not limit the block
+            (speculators). If False, they count back from each slot and include the slot (z-lab).
+        sample_from_anchor: if True, slot j drafts the token after its position, so a block has X drafts. If False, slot
+            j drafts the token at its position, and the anchor's slot does not draft.
 
     Raises:
-        ValueError: for inconsistent values.
+        ValueError: the values are inconsistent.
     """
 
     block_size: int
@@ -69,7 +69,7 @@ class DFlashConfig(LayersConfig):
         )
         require(
             block.attention == "grouped" and block.use_qk_norm and not block.is_moe and not block.attention_bias,
-            "DFlash layers must be dense Qwen3 layers: grouped attention with query and key norms and without bias",
+            "DFlash layers must be dense Qwen3 layers, whose grouped attention has query and key norms and no bias",
         )
 
     @property
@@ -103,7 +103,7 @@ class DFlash(nn.Module):
         return self.run(embedded, (view,) * len(self.layer))[0]
 
     def context(self, features: jax.Array) -> jax.Array:
-        """Projects trunk states to the input of every layer's keys and values: `[B, T, n * D]` to `[B, T, D]`."""
+        """Projects trunk states `[B, T, n * D]` to `[B, T, D]`, from which every layer computes its keys and values."""
         return self.norm_context(matrix_product(features, self.fc, implementation=self.implementation))
 
     def run(
@@ -114,7 +114,7 @@ class DFlash(nn.Module):
         Args:
             embedded: `[B, X, D]` embedded anchor and mask tokens.
             views: positions and masks of each layer.
-            layers: each layer's cache, which holds the context; None: no context.
+            layers: each layer's cache, which holds the context; None if there is no context.
 
         Returns:
             The states that the head reads, `[B, X, D]`, and the cache with the block's entries after the context.
@@ -147,7 +147,7 @@ class DFlashLayer(nn.Module):
 def context_entries(
     attention: dict[str, Any], context: jax.Array, angles: tuple[jax.Array, jax.Array], config: ModelConfig
 ) -> Entries:
-    """Computes a layer's keys and values of the context, which is not normalised before the projection.
+    """Computes a layer's keys and values for the context, without a norm before the projection.
 
     Args:
         attention: the layer's attention parameters.
@@ -179,9 +179,9 @@ def block_states(
 ) -> jax.Array:
     """Runs one block after each anchor, teacher-forced.
 
-    The block of an anchor at position a attends to the trunk states of positions before a in the same document, and to
-    its own slots. Blocks do not attend to each other. If they have more than `MAX_SCORES` attention scores, they run
-    one group of anchors at a time, and the backward pass recomputes each group.
+    The block of an anchor at position a attends to the trunk states at positions before a in the same document, and to
+    its own slots. Blocks do not attend to each other. If all blocks together have more than `MAX_SCORES` attention
+    scores, one group of anchors runs at a time, and the backward pass recomputes each group.
 
     Args:
         params: parameters of `DFlash`, or of a network that extends it.
@@ -190,8 +190,8 @@ def block_states(
         anchors: `[B, A]` int32 positions of the anchors, below T.
         embedding: `[V, D]` embedding of the drafter or the trunk.
         config: the architecture.
-        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
-        implementation: implementation of the kernels.
+        segment_ids: `[B, T]` int32 document ids in packed rows; 0 is padding. None means one document per row.
+        implementation: which kernel implementation to use.
 
     Returns:
         The states that the head reads, `[B, A, X, D]`.
@@ -199,7 +199,7 @@ def block_states(
     (B, A), T, block = anchors.shape, tokens.shape[1], config.block
     segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
     positions = segment_positions(segments)
-    # 1. Keys and values of the context, once for all blocks.
+    # 1. Compute the context's keys and values, once for all blocks.
     context: Any = DFlash(config, implementation).apply({"params": params}, features, method="context")
     angles = rotary_angles(block, positions)
     entries = tuple(
@@ -222,7 +222,7 @@ def block_states(
     size = max(1, MAX_SCORES // scores_of_anchor)
     if size >= A:
         return run(anchors)
-    # The last group's padding repeats the last anchor.
+    # Pad the last group by repeating the last anchor.
     groups = jnp.pad(anchors, ((0, 0), (0, -A % size)), mode="edge").reshape(B, -1, size).swapaxes(0, 1)
     hidden = jax.lax.map(jax.checkpoint(run), groups)  # [groups, B, size, X, D]
     return hidden.swapaxes(0, 1).reshape(B, -1, *hidden.shape[3:])[:, :A]
@@ -261,11 +261,11 @@ def _block_layer(
         flat = x.reshape(B, A * X, -1, H)
         return rotate(flat, rotary_angles(block, slots), interleaved=block.rope_interleave).reshape(x.shape)
 
-    # 1. Queries, keys and values of the slots.
+    # 1. Compute the slots' queries, keys and values.
     projected = jnp.einsum("BAXD,DKPH->BAXKPH", norm(z, layer["norm_attention"]), attention["qkv"].astype(z.dtype))
     query = turn(norm(projected[..., :-2, :], attention["norm_q"]))
     key, value = turn(norm(projected[..., -2, :], attention["norm_k"])), projected[..., -1, :]
-    # 2. Scores for the context and the block, under the layer's window and direction.
+    # 2. Score the context and the block, masked by the layer's window and direction.
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = jnp.concatenate(
         [einsum("BAXKGH,BKTH->BAKGXT", query, context["key"]), einsum("BAXKGH,BAYKH->BAKGXY", query, key)], axis=-1

@@ -1,1 +1,1 @@
-"""DSpark (2607.05147): network, drafting and published files."""
+"""The DSpark draft method (2607.05147), with its network, drafting and published files."""

@@ -1,4 +1,4 @@
-"""The DSpark drafter (2607.05147): a DFlash block whose drafts are drawn one at a time."""
+"""The DSpark drafter (2607.05147), which draws the drafts of a DFlash block one at a time."""
 
 import dataclasses
 import functools
@@ -42,14 +42,14 @@ class MarkovScores(DraftScores):
 
 @dataclasses.dataclass(frozen=True)
 class DSparkDrafter(DFlashDrafter):
-    """Drafts chains with a DSpark network; `mtpjax.load_drafter` reads one with its parameters.
+    """Drafts chains with a DSpark network, which `mtpjax.load_drafter` loads with its parameters.
 
     A row's draft ends before the first slot whose predicted chance of acceptance is below `confidence_threshold`. The
-    prediction reads the tokens before this slot but not the slot's own token, so the text stays exact. The verification
-    pass keeps its width: the threshold only changes how many drafts count as proposed and can be accepted.
+    prediction reads the tokens before this slot but not the slot's own token, so the text stays exact. The threshold
+    does not change the width of the verification pass, only how many drafts count as proposed and can be accepted.
 
     Attributes:
-        confidence_threshold: minimum chance of acceptance, 0..1. 0: every round drafts `num_steps` levels.
+        confidence_threshold: minimum chance of acceptance, from 0 to 1. At 0, every round drafts `num_steps` levels.
     """
 
     architecture: DSparkConfig = dataclasses.field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -85,14 +85,14 @@ class DSparkDrafter(DFlashDrafter):
             )
 
     def _draft(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
-        """Drafts from the states `[B, K, D]` of the slots; each token's logits get a bias from the previous token."""
+        """Drafts from the slots' states `[B, K, D]`. The previous token adds a bias to each token's logits."""
         # 1. Draft all levels.
         draft_all = self._draft_markov if self.architecture.markov_rank else super()._draft
         draft = draft_all(decoder, weights, state, hidden)
         if not self.confidence_threshold:
             return draft
-        # 2. Cut a row before its first slot below the threshold, and discard later drafts. The chance `[B, K]` that a
-        # draft is accepted is predicted from the previous token.
+        # 2. End each row's draft before its first slot below the threshold. The chance `[B, K]` that a draft is
+        # accepted is predicted from the slot's state and the previous token.
         logits = self._apply(decoder, weights, hidden, draft.tokens[:, :-1], method="confidence_logits")
         is_kept = jnp.cumprod(jax.nn.sigmoid(logits) >= self.confidence_threshold, axis=1)
         return draft.replace(num_drafted=is_kept.sum(axis=1).astype(jnp.int32))
@@ -111,9 +111,9 @@ class DSparkDrafter(DFlashDrafter):
         return draft_levels(decoder, score, state, self._apply(decoder, weights, hidden, method="first_carry"))
 
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
-        """Returns the head `[D, R]`; with a Markov head `[D + r, R]`.
+        """Returns the head (`[D, R]`, or `[D + r, R]` with a Markov head).
 
-        The Markov head adds `x @ markov_out` to the logits `h @ head`: its levels read h and x concatenated.
+        The Markov head adds `x @ markov_out` to the logits `h @ head`, so the combined head reads h and x concatenated.
         """
         (head,) = super().heads(network, trunk_head, num_levels)
         return (jnp.concatenate([head, network["markov_out"]]) if self.architecture.markov_rank else head,)
@@ -123,8 +123,8 @@ class DSparkDrafter(DFlashDrafter):
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
         """Runs the heads, which read the true token before each level.
 
-        At temperature 0 this equals decoding for every draft that can be accepted, because all drafts before it are the
-        true tokens.
+        At temperature 0, this equals decoding for every draft that can be accepted, because all drafts before it are
+        the true tokens.
         """
         (B, A, K, _), T, own = hidden.shape, tokens.shape[1], self.architecture
         apply: Any = functools.partial(DSpark(own, model.implementation).apply, {"params": network})

@@ -1,7 +1,7 @@
-"""The files of DSpark: DFlash files with a Markov head and a confidence head.
+"""Parses and generates the configuration of the Markov and confidence heads that DSpark adds to DFlash.
 
 DSpark's authors are DeepSpec (`Qwen3DSparkModel`). SpecForge writes their format as `DSparkDraftModel`, with keys in
-`dflash_config`. Shape letter: r is the rank of the Markov head.
+`dflash_config`. In shapes, r is the rank of the Markov head.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from mtpjax.drafters.dflash.hf_config import BlockFormat, describe_layer_ids, df
 from mtpjax.drafters.dspark.network import DSparkConfig, MarkovHead
 from mtpjax.errors import ConfigError
 
-STEPS = {"gated": "gate_proj", "rnn": "joint_proj"}  # layer of the Markov head, by type
+STEPS = {"gated": "gate_proj", "rnn": "joint_proj"}  # name of the layer in the Markov head, by head type
 DEEPSPEC_CLASS = "Qwen3DSparkModel"
 
 
 def read_heads(reader: ConfigReader, shapes: Mapping[str, tuple[int, ...]], D: int) -> dict[str, Any]:
-    """Reads the heads' settings. If the configuration has no value, the tensors decide."""
+    """Reads the settings of the heads, and infers settings that the configuration lacks from the tensors."""
     markov, confidence = shapes.get("markov_head.markov_w1.weight", ()), shapes.get("confidence_head.proj.weight", ())
     rank = reader.integer("markov_rank", markov[-1] if markov else 0, low=0)
     steps = [kind for kind, name in STEPS.items() if f"markov_head.{name}.weight" in shapes]
@@ -68,7 +68,7 @@ DSPARK_FORMAT = BlockFormat(
 
 
 def dspark_specs(config: DSparkConfig) -> dict[str, ParamSpec]:
-    """Lists the parameters with their tensors: those of `dflash_specs` and those of the heads."""
+    """Lists the parameters in `dflash_specs` and the parameters of the heads, with their tensors."""
     D, r, specs = config.block.hidden_size, config.markov_rank, dflash_specs(config)
     if r:
         specs["markov_in"] = copied("markov_head.markov_w1.weight", config.block.vocab_size, r)

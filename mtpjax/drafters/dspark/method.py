@@ -1,4 +1,4 @@
-"""The DSpark `DraftMethod`, and how its drafters are created for training."""
+"""Defines the DSpark `DraftMethod`, and creates new DSpark drafters for training."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ MARKOV_RANK = 256  # 2607.05147
 
 
 def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> DSparkConfig:
-    """Returns blocks whose first slot also drafts, with the Markov and confidence heads that DeepSpec trains."""
+    """Returns the architecture that DeepSpec trains, with Markov and confidence heads and a first slot that drafts."""
     return DSparkConfig(
         block_size=settings.num_depths,
         sample_from_anchor=True,
@@ -45,6 +45,6 @@ DSPARK = DraftMethod(
         settings_of=lambda config: block_settings(config) | {"draft_markov_rank": config.markov_rank},
         settings=(*BLOCK_SETTINGS, "draft_markov_rank"),
         fit_to_data=with_mask_token,
-        min_levels=2,  # minimum slots in a block
+        min_levels=2,  # minimum number of slots in a block
     ),
 )

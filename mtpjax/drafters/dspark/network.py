@@ -1,4 +1,4 @@
-"""The network of a DSpark drafter (2607.05147): DFlash, with heads that read the previous draft."""
+"""The network of a DSpark drafter (2607.05147), which extends DFlash with heads that read the previous draft."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -19,15 +19,15 @@ class DSparkConfig(DFlashConfig):
     """The architecture of a DSpark drafter; r is the rank of the Markov head.
 
     Args:
-        markov_head: how the logits of a slot depend on drafted tokens. "vanilla": a rank-r bias from the previous
-            token. "gated": the same, scaled by a function of the slot's state. "rnn": a bias from all previous tokens
-            in the block, through a recurrent state.
-        markov_rank: r; 0 if `markov_head` is "none".
+        markov_head: how a slot's logits depend on drafted tokens. "vanilla" adds a rank-r bias from the previous
+            token, "gated" also scales it by a function of the slot's state, and "rnn" adds a bias from all previous
+            tokens in the block, through a recurrent state.
+        markov_rank: rank of the Markov head (r); 0 if `markov_head` is "none".
         has_confidence: whether the drafter predicts the acceptance of each draft.
         confidence_with_markov: whether this prediction also reads the previous token's embedding.
 
     Raises:
-        ValueError: for inconsistent values.
+        ValueError: the values are inconsistent.
     """
 
     markov_head: MarkovHead = "none"
@@ -60,7 +60,7 @@ class DSpark(DFlash):
         if r:
             self.markov_in = self.param("markov_in", nn.initializers.normal(0.02), (config.block.vocab_size, r))
             self.markov_out = self.param("markov_out", matrix, (r, config.draft_vocab_size))
-        # Input and output width of the gate or the recurrent step.
+        # Input and output widths of the gate or the recurrent step.
         sizes = {"gated": (D + r, r), "rnn": (2 * r + D, 3 * r)}.get(config.markov_head)
         if sizes:
             self.markov_step = self.param("markov_step", matrix, sizes)
@@ -81,7 +81,7 @@ class DSpark(DFlash):
         return hidden
 
     def first_carry(self, hidden: jax.Array) -> jax.Array:
-        """Makes the recurrent state before the first slot: `[B, 1, r]`, or `[B, 1, 0]` without recurrence."""
+        """Makes the recurrent state before the first slot (`[B, 1, r]`, or `[B, 1, 0]` without recurrence)."""
         r = self.config.markov_rank if self.config.markov_head == "rnn" else 0
         return jnp.zeros((len(hidden), 1, r), hidden.dtype)
 
@@ -94,14 +94,14 @@ class DSpark(DFlash):
             carry: the recurrent state, from `first_carry` or the previous slot.
 
         Returns:
-            `[B, T, r]`, and the recurrent state for the next slot.
+            The features `[B, T, r]`, and the recurrent state for the next slot.
         """
         kind = self.config.markov_head
         x = self.markov_in[previous].astype(hidden.dtype)
         if kind == "gated":
             x = jax.nn.sigmoid(self._step(hidden, x)) * x
         elif kind == "rnn":
-            # A gated recurrent step over the block's tokens, with the slot's state as an additional input.
+            # Run a gated recurrent step over the block's tokens, with the slot's state as an additional input.
             gate, candidate, output = jnp.split(self._step(carry, x, hidden), 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
             carry = gate * carry + (1 - gate) * jnp.tanh(candidate)
@@ -109,10 +109,10 @@ class DSpark(DFlash):
         return x, carry
 
     def markov_bias(self, hidden: jax.Array, previous: jax.Array, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the bias that the Markov head adds to the logits; arguments as in `markov_features`.
+        """Computes the bias that the Markov head adds to the logits; see `markov_features` for the arguments.
 
         Returns:
-            `[B, T, R]` float32, and the recurrent state for the next slot.
+            The bias `[B, T, R]` float32, and the recurrent state for the next slot.
         """
         x, carry = self.markov_features(hidden, previous, carry)
         return jnp.matmul(x, self.markov_out.astype(x.dtype), preferred_element_type=jnp.float32), carry
@@ -127,7 +127,7 @@ class DSpark(DFlash):
         Returns:
             `[B, T]` float32 logits.
         """
-        # The slot's own draft is not an input: a decision that depends on it would change the distribution of the text.
+        # The slot's own draft is not an input, because deciding by it would change the distribution of the text.
         x = hidden
         if self.config.confidence_with_markov:
             x = jnp.concatenate([x, self.markov_in[previous].astype(x.dtype)], axis=-1)

@@ -1,1 +1,1 @@
-"""EAGLE-3 (2503.01840): network, drafting and published files."""
+"""The EAGLE-3 draft method (2503.01840), with its network, drafting and published files."""

@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter (2503.01840): a small network that reads the states of three trunk layers."""
+"""The EAGLE-3 drafter (2503.01840), a small network that reads the states of three trunk layers."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -56,7 +56,7 @@ class Eagle3Network:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Drafter(TrainedDrafter, CachedDrafter):
-    """Drafts chains and trees with an EAGLE-3 network; `mtpjax.load_drafter` reads one with its parameters.
+    """Drafts chains and trees with an EAGLE-3 network, which `mtpjax.load_drafter` loads with its parameters.
 
     Attributes:
         architecture: the network, and the trunk states that it reads.
@@ -77,7 +77,7 @@ class Eagle3Drafter(TrainedDrafter, CachedDrafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs the levels, each of which reads the previous level's output (`ttt`)."""
+        """Runs the levels. Each level after the first reads the previous level's output (training-time test)."""
         return eagle3_levels(
             params[DRAFTER] | {"head": heads[0]},
             rows.features,

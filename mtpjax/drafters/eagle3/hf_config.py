@@ -1,4 +1,4 @@
-"""The `config.json` and tensors of EAGLE-3 drafters, in the formats of SpecForge and speculators.
+"""Parses and generates the `config.json` of EAGLE-3 drafters in SpecForge's and speculators' formats.
 
 SpecForge (`LlamaForCausalLMEagle3`) writes EAGLE's original format, which SGLang reads; speculators
 (`Eagle3Speculator`) writes vLLM's. Both formats can be ambiguous about what the network computes. Ambiguous files are
@@ -31,7 +31,7 @@ from mtpjax.drafters.method import Reading, Shapes
 from mtpjax.errors import ConfigError
 
 SPECFORGE_CLASS, SPECULATORS_CLASS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
-NUM_STATES = 3  # with the default layers
+NUM_STATES = 3  # number of trunk states that the default layers provide
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output")
 KNOWN_KEYS = {
@@ -41,7 +41,7 @@ KNOWN_KEYS = {
 }
 
 
-# Keys of `eagle_config` in ModelOpt exports, with the values that have no effect.
+# Keys of `eagle_config` in ModelOpt exports, with the values for which they have no effect.
 EAGLE_KEYS = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
@@ -52,14 +52,14 @@ EAGLE_KEYS = {
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose input states EAGLE, SGLang and vLLM read if a file does not list any."""
+    """Returns the layers whose input states EAGLE, SGLang and vLLM read if a file lists no layers."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def parse_eagle3(
     values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
 ) -> tuple[Eagle3Config, str]:
-    """Parses `config.json`; arguments and result as in `DrafterFiles.parse`.
+    """Parses `config.json`. See `DrafterFiles.parse` for the arguments and the result.
 
     Raises:
         ConfigError: the configuration is damaged or not supported, or it is ambiguous and no reading is chosen.
@@ -126,8 +126,8 @@ def _layer_ids(
     if count and count != len(listed):
         raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {len(listed)}")
     entered, output = listed, tuple(layer + 1 for layer in listed)
-    # speculators and vLLM read the states that enter these layers, SGLang the outputs, and the file does not say which
-    # program made it. The wrong reading is easy to miss, but is accepted far less often.
+    # speculators and vLLM read the states that enter these layers, but SGLang reads the outputs, and the file does not
+    # say which program made it. The wrong reading is easy to miss, because it only makes acceptance far less frequent.
     if reading.get("aux_layers") is None and form == "specforge":
         usual = {default: "; the usual default of this trunk is the first", output: ""}.get(entered, "")
         usual = "; the second is the usual default of this trunk" if output == default else usual
@@ -149,10 +149,10 @@ def _layer_ids(
 
 
 def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if that is impossible.
+    """Makes a `config.json` that `parse_eagle3` parses back to `config`; raises `ConfigError` if none exists.
 
-    SpecForge's format lists non-default layers by their outputs, as SGLang reads them: pass `aux_layers="output"` to
-    read such files.
+    In SpecForge's format, the file lists the layers whose outputs are read, as SGLang does, unless they are the default
+    layers. Pass `aux_layers="output"` to read such files.
     """
     layers = describe_layers(config.block)
     switches = {name: getattr(config, name) for name in SWITCHES}

@@ -1,4 +1,4 @@
-"""The EAGLE-3 `DraftMethod`, and how its drafters are created for training."""
+"""Defines the EAGLE-3 `DraftMethod`, and creates new EAGLE-3 drafters for training."""
 
 import functools
 from typing import Any
@@ -15,14 +15,14 @@ MIN_DEFAULT_LAYERS = 7  # minimum depth at which the three default layers differ
 
 
 def default_draft_layers(num_layers: int) -> tuple[int, ...]:
-    """Returns the trunk layers that a new drafter reads: 2, L / 2 and L - 3, or thirds of a smaller trunk's depth."""
+    """Returns the trunk layers for a new drafter to read, either 2, L / 2 and L - 3 or thirds of a shallow trunk."""
     if num_layers >= MIN_DEFAULT_LAYERS:
         return 2, num_layers // 2, num_layers - 3
     return tuple(sorted({num_layers // 3, 2 * num_layers // 3, num_layers}))
 
 
 def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> Eagle3Config:
-    """Returns one Llama layer with the trunk's width and number of attention heads."""
+    """Returns an architecture with one Llama layer, which has the trunk's width and number of attention heads."""
     return Eagle3Config(
         block=dense_layers(trunk, num_hidden_layers=1),
         layer_ids=settings.draft_layers or default_draft_layers(trunk.num_hidden_layers),
@@ -33,7 +33,7 @@ def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> Ea
 
 
 def _rename(name: str, form: str) -> str:
-    """Returns SpecForge's name for a tensor of the only layer."""
+    """Returns a tensor's name in this format; SpecForge uses a different name for the only layer."""
     return name.replace(ALIASES[MIDLAYER], MIDLAYER) if form == "specforge" else name
 
 
@@ -44,7 +44,7 @@ EAGLE3 = DraftMethod(
     algorithms=("EAGLE3", "EAGLE"),
     default_levels=3,
     files=DrafterFiles(
-        # The default format is unambiguous; SpecForge's list of layers has two readings.
+        # The first format is the default because it is unambiguous; SpecForge's list of layers has two readings.
         formats=("speculators", "specforge"),
         parse=parse_eagle3,
         specs=lambda config, form: eagle3_specs(config),

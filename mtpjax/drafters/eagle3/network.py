@@ -1,7 +1,7 @@
 """The network of an EAGLE-3 drafter (2503.01840), with the options of EAGLE-3.1.
 
-Row i reads states of three trunk layers at position i and the embedding of token i+1, and predicts token i+2, as an MTP
-module does. It can read its own output instead of the trunk's states, one position further each time.
+Like an MTP module, row i reads the states of three trunk layers at position i and the embedding of token i+1, and
+predicts token i+2. Each later level reads the network's output instead of the trunk's states, one position further.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Eagle3Config(LayersConfig):
         norm_output: whether the next level reads the output after the final norm (EAGLE-3.1).
 
     Raises:
-        ValueError: for inconsistent values.
+        ValueError: the values are inconsistent.
     """
 
     target_hidden_size: int
@@ -96,7 +96,7 @@ class Eagle3(nn.Module):
         self.run(self.fuse(features), embedded, view)
 
     def fuse(self, features: jax.Array) -> jax.Array:
-        """Projects the trunk's states to the drafter's width: `[B, T, n * Dt]` to `[B, T, D]`."""
+        """Projects the trunk's states `[B, T, n * Dt]` to the drafter's width, `[B, T, D]`."""
         if self.config.fc_norm:
             parts = jnp.split(features, len(self.config.layer_ids), axis=-1)
             features = jnp.concatenate([norm(x) for norm, x in zip(self.norm_state, parts, strict=True)], axis=-1)
@@ -113,19 +113,19 @@ class Eagle3(nn.Module):
             hidden: `[B, T, D]` from `fuse` or, for later levels, this function's second result.
             embedding: `[B, T, D]` of the token after each hidden state's position.
             view: positions and masks.
-            layers: the cache, one entry per layer. Over whole rows: None for the first level, and `Recycled` for later
-                ones.
+            layers: the cache, with one entry per layer. Passes over whole rows use None at the first level, and
+                `Recycled` at later levels.
 
         Returns:
-            The states that the head reads and those that the next level reads, both `[B, T, D]`, and the attention
-            entries per layer.
+            The states that the head reads and the states that the next level reads, both `[B, T, D]`, and the attention
+            entries of each layer.
         """
         # The residual stream starts as the hidden state; the embedding only enters the first layer's attention.
         x, update, entries = hidden, None, []
         for index, layer in enumerate(self.layer):
             x, update, kept = layer(x, embedding, view, None if layers is None else layers[index], update)
             entries.append(kept)
-        # EAGLE-3.1 passes the normalised state to the next level, EAGLE-3 the state before the norm.
+        # EAGLE-3.1 passes the normalised state to the next level; EAGLE-3 passes the state before the norm.
         before, after = self.norm_final(x, update)
         return after, after if self.config.norm_output else before, tuple(entries)
 
@@ -182,17 +182,17 @@ def eagle3_levels(
     to the entries of level 1 up to row i, and to the entries of row i in later levels.
 
     Args:
-        params: parameters of `Eagle3`; "head" is the drafter's head or the trunk's.
+        params: parameters of `Eagle3`, where "head" is the drafter's head or the trunk's.
         features: `[B, T, n * Dt]` concatenated trunk states.
         tokens: `[B, T]` int32 tokens at these positions.
         embedding: `[V, D]` embedding of the drafter or the trunk.
         config: the architecture.
-        num_levels: levels to run.
-        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
-        implementation: implementation of the kernels.
+        num_levels: number of levels to run.
+        segment_ids: `[B, T]` int32 document ids in packed rows; 0 is padding. None means one document per row.
+        implementation: which kernel implementation to use.
 
     Returns:
-        The outputs of every level. Rows from T-k on of level k hold garbage.
+        The outputs of every level. At level k, the rows from T-k on contain garbage.
     """
 
     def apply(*arguments: Any, method: str) -> Any:
@@ -204,7 +204,7 @@ def eagle3_levels(
     levels: list[tuple[Entries, ...]] = []
     logits, inputs = [], []
     for level in range(1, num_levels + 1):
-        # Level k reads the token k positions further on, with the rotary position of its slot.
+        # Level k reads the token that is k positions later, with the rotary position of its slot.
         view = full_view(config.block, segments, shift=level - 1)
         embedded = embedding[shift_left(tokens, level)]
         layers = None

@@ -1,1 +1,1 @@
-"""Reads and writes the files of published drafters: the parts that all methods share."""
+"""The code that all methods share for reading and writing the files of published drafters."""

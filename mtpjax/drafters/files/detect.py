@@ -2,7 +2,7 @@
 
 Published files specify the method in different places: `speculators_model_type`, a key that only one method uses, the
 class in `architectures`, `model_type`, or only the tensor names. Several programs put the trunk's family into the class
-name, so only the part that is a method's name is compared.
+name, so it is enough that the class name contains a method's name.
 """
 
 import re
@@ -20,9 +20,9 @@ NUM_SHOWN = 5  # tensor names shown in a message
 
 
 def detect_method(values: dict[str, Any], names: Collection[str], methods: Sequence[DraftMethod]) -> DraftMethod:
-    """Detects the method from `config.json` and plain tensor names; raises `ConfigError` if it is unknown."""
+    """Detects the method from `config.json` and plain tensor names; raises `ConfigError` if no method matches."""
     known = {method: method.files for method in methods if method.files is not None}
-    # 1. The name in speculators' format.
+    # 1. Look for the method's name in speculators' format.
     section = values.get("speculators_config")
     kind = values.get("speculators_model_type") or (section.get("algorithm") if isinstance(section, dict) else None)
     if kind is not None:
@@ -33,22 +33,22 @@ def detect_method(values: dict[str, Any], names: Collection[str], methods: Seque
             f"config.json: speculators_model_type {kind!r} is not supported; supported: "
             + ", ".join(map(repr, supported))
         )
-    # 2. Keys of one method.
+    # 2. Look for keys that only one method uses.
     blocks = values.get("dflash_config")
     sections = (values, blocks if isinstance(blocks, dict) else {})
     for method, files in known.items():
         for key, value in files.keys.items():
             if any(key in each and value in (None, each[key]) for each in sections):
                 return method
-    # 3. The class, then the type.
+    # 3. Look for a method's name in the class, then in the type.
     for text in (*class_names(values), str(values.get("model_type"))):
         plain = re.sub(r"[^a-z0-9]", "", text.lower())
         if not any(other in plain for other in NOT_SUPPORTED):
             for method in known:
                 if method.name in plain:
                     return method
-    # 4. The tensors. An unsupported method's class may have the same tensors as a supported method. A method that
-    # extends another also has that method's tensors, and comes after it.
+    # 4. Look for a method's tensors, unless the class belongs to an unsupported method, which may have the same ones. A
+    # method that extends another also has the other's tensors and comes after it, so start with the last method.
     if not any(other in name.lower() for name in class_names(values) for other in NOT_SUPPORTED):
         for method, files in reversed(known.items()):
             if any(name in names for name in files.tensors):

@@ -1,4 +1,4 @@
-"""The tensors of a draft vocabulary: `d2t` and `t2d` of EAGLE-3, DFlash and DSpark."""
+"""Reads and writes the tensors `d2t` and `t2d`, the draft vocabulary of EAGLE-3, DFlash and DSpark drafters."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,14 +13,14 @@ OFFSETS, IS_DRAFTED = "d2t", "t2d"
 
 @dataclasses.dataclass(frozen=True)
 class IdsTensors:
-    """How files store the token id of each column of a drafter's head.
+    """Describes how files store the token ids of the columns in a drafter's head.
 
     Attributes:
         names: plain names of the tensors.
-        read: reads them, given the files, their tensor names by plain name, and the sizes R and V of the draft
-            vocabulary and the trunk's vocabulary. Returns `[R]` int32 ids; None if every token can be drafted and the
-            files do not list them.
-        write: makes the tensors from ids `[R]` int64 and V.
+        read: reads the tensors, given the files, their tensor names by plain name, the draft vocabulary size R, and the
+            trunk's vocabulary size V. Returns `[R]` int32 ids, or None if every token can be drafted and the files do
+            not list the ids.
+        write: makes the tensors from `[R]` int64 ids and V.
     """
 
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class IdsTensors:
 
 
 def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.ndarray | None:
-    """Implements `IdsTensors.read`: `d2t` holds offsets, so column j of the head is token `j + d2t[j]`.
+    """Implements `IdsTensors.read` for offsets, where column j of the head is token `j + d2t[j]`.
 
     Raises:
         CheckpointFileError: the vocabulary is missing, damaged or ambiguous.
@@ -52,7 +52,7 @@ def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.nda
         )
     values = offsets.astype(np.int64)
     ids = values + np.arange(R)
-    # Absolute ids instead of offsets would give wrong tokens, which may all be valid in a small vocabulary.
+    # Absolute ids, if read as offsets, would give wrong tokens, which may all be valid in a small vocabulary.
     is_offsets, is_absolute = (_are_tokens(each, V) for each in (ids, values))
     if marks is not None:
         is_offsets = is_offsets and np.array_equal(marks, _mark(ids, V))
@@ -98,7 +98,7 @@ def _read_marks(files: Any, names: Mapping[str, str], vocab_size: int) -> np.nda
 
 
 def _mark(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Returns `[V]` bool, True for the tokens of a draft vocabulary `ids [R]`."""
+    """Returns `[V]` bool, which is True for the tokens in a draft vocabulary `ids [R]`."""
     found = np.zeros(vocab_size, bool)
     found[ids] = True
     return found

@@ -1,4 +1,4 @@
-"""The configuration and tensors of a drafter's own layers, whose architecture is Llama or Qwen3, not the trunk's.
+"""Parses and generates the configuration of a drafter's own layers, which are Llama or Qwen3 layers for every trunk.
 
 Training programs often copy the trunk's `config.json`, including `model_type` and the keys for latent attention or
 experts, so the architecture is inferred from the tensors.
@@ -29,14 +29,14 @@ LATENT = re.compile(r"\.(kv_a_proj|kv_b_proj|q_a_proj|q_b_proj|fused_qkv_a_proj|
 QUERY_NORM = ".self_attn.q_norm.weight"
 COUNTS_OF_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-# Family names in class names. Drafters for these families have Llama layers if they have Llama tensors.
+# Family names that class names may contain. Drafters for these families have Llama layers if they have Llama tensors.
 LIKE_LLAMA = (LLAMA, QWEN3, "mistral", "deepseek", "kimi")
-# Words in class names that are not families. SGLang and vLLM run these classes as Llama, and blocks as Qwen3.
+# Words in class names that name no family. SGLang and vLLM run such classes as Llama, and block drafters as Qwen3.
 NO_FAMILY = re.compile(r"eagle3|dflash|dspark|speculator|draft|model|forcausallm|deep")
 
 
 def is_speculators(values: dict[str, Any]) -> bool:
-    """Returns whether a `config.json` has speculators' format."""
+    """Returns whether a `config.json` is in speculators' format."""
     return values.get("speculators_model_type") is not None or any(values.get(key) for key in SPECULATORS_SECTIONS)
 
 
@@ -53,8 +53,8 @@ def parse_layers(
 
     Args:
         values: the `config.json` values, which may include other keys.
-        known_keys: other expected keys. Unknown keys cause a warning.
-        names: plain names of the drafter's tensors. (): unknown.
+        known_keys: other expected keys. Unexpected keys cause a warning.
+        names: plain names of the drafter's tensors; () if they are unknown.
         classes: the names in `architectures`.
 
     Returns:
@@ -72,7 +72,7 @@ def parse_layers(
             "does not implement; supported: layers of Llama and Qwen3"
         )
     kind = _layer_type(model_type, names, classes)
-    # Keys for the trunk's experts, in a configuration that was copied from it.
+    # Drop the keys for the trunk's experts, which remain if the configuration was copied from the trunk.
     if names and not any(".experts." in name for name in names):
         values = {key: value for key, value in values.items() if key not in EXPERT_KEYS}
     parsed = parse_config(values, kind)
@@ -89,7 +89,7 @@ def _layer_type(model_type: Any, names: Collection[str], classes: tuple[str, ...
             f"config.json: model_type {model_type!r} with architectures {list(classes)} is not supported in a drafter; "
             f"supported: {LLAMA}, {QWEN3}, or any model_type whose architectures contain no other family's name"
         )
-    # The two differ in the query and key norms, which show in the tensors.
+    # Llama and Qwen3 differ in the query and key norms, which are visible in the tensor names.
     has_query_norm = any(name.endswith(QUERY_NORM) for name in names)
     is_qwen = model_type == QWEN3 and not any(LLAMA in name for name in text)
     return QWEN3 if has_query_norm or is_qwen else LLAMA
@@ -134,10 +134,10 @@ def describe_speculators(method: str, layers: dict[str, Any], num_tokens: int) -
 
 
 def layers_specs(config: LayersConfig, *, has_wide_first: bool = False) -> dict[str, ParamSpec]:
-    """Lists the parameters of projection, layers, final norm, embedding and head, with plain tensor names.
+    """Lists the parameters of the projection, layers, final norm, embedding and head, with plain tensor names.
 
     Args:
-        has_wide_first: whether the first layer's attention also reads the embedding and each input has a norm
+        has_wide_first: whether the first layer's attention also reads the embedding, with a norm for each input
             (EAGLE-3).
     """
     block, D, F = config.block, config.block.hidden_size, config.block.intermediate_size

@@ -40,7 +40,7 @@ class StoredDrafter:
     method: DraftMethod
     config: DraftArchitecture
     params: dict[str, Any]  # the network's parameters, nested by name
-    draft_ids: Any  # [R] int32 token id of each head column; None: column j is token j
+    draft_ids: Any  # [R] int32 token id of each head column; None if column j is token j
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ def read_drafter(
         path: a directory with `config.json` and safetensors files, or Medusa's `.pt` file.
         trunk: sizes of the trunk.
         methods: candidate methods. If there are several, the method is detected from the files.
-        dtype: dtype to cast the parameters to. None: as in the files.
-        **reading: choices for what the files do not specify.
+        dtype: dtype to cast the parameters to; None keeps the dtypes in the files.
+        **reading: settings that the files may lack.
 
     Returns:
         The drafter.
@@ -94,7 +94,7 @@ def read_drafter(
 
 
 def open_drafter(path: pathlib.Path) -> CheckpointFiles | TorchFile:
-    """Opens a drafter's weights: safetensors files with the usual names, else the files of Medusa's authors."""
+    """Opens a drafter's safetensors files if they have the usual names, or else the files of Medusa's authors."""
     has_usual = not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))
     if not has_usual and (path / MEDUSA_SAFETENSORS).exists():
         return CheckpointFiles(path, only=MEDUSA_SAFETENSORS)
@@ -118,7 +118,7 @@ def make_drafter_plan(
     methods: Sequence[DraftMethod],
     **reading: Unpack[Reading],
 ) -> DrafterPlan:
-    """Parses the configuration, and checks that the files hold exactly its tensors."""
+    """Parses the configuration, and checks that the files contain exactly the tensors that it implies."""
     values = parse_json(config_bytes(path), path / CONFIG)
     if not isinstance(values, dict):
         raise ConfigError(f"{CONFIG} contains a {type(values).__name__}, not an object")
@@ -126,7 +126,7 @@ def make_drafter_plan(
         raise CheckpointFileError(packed)
     names = names_in_files(files.tensors, path, methods)
     shapes = {plain: files.tensors[name].shape for plain, name in names.items()}
-    # 1. The architecture and its tensors.
+    # 1. Determine the architecture and its tensors.
     try:
         method = methods[0] if len(methods) == 1 else detect_method(values, shapes, methods)
         own = method.require_files()
@@ -134,7 +134,7 @@ def make_drafter_plan(
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     specs = own.specs(config, format)
-    # 2. Every tensor must exist exactly once, with the shape that the configuration implies.
+    # 2. Check that every tensor exists exactly once, with the shape that the configuration implies.
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     missing = sorted(wanted.keys() - shapes.keys())
     extra = sorted(shapes.keys() - wanted.keys() - {*own.ids.names})
@@ -145,7 +145,7 @@ def make_drafter_plan(
             f"{path} lacks {count_of(len(missing), 'tensor')}: {', '.join(missing[:5])}; it holds {len(names)}: "
             f"{_names_of(names, sorted(extra) or sorted(names))}.{quantized}"
         )
-    # Ignoring a tensor would change what the drafter computes.
+    # Reject unknown tensors, because ignoring one would change what the drafter computes.
     if extra:
         raise CheckpointFileError(f"{path} has {len(extra)} unknown tensors: {_names_of(names, extra)}.{quantized}")
     for plain, shape in wanted.items():
@@ -157,5 +157,5 @@ def make_drafter_plan(
 
 
 def _names_of(names: dict[str, str], plain: list[str]) -> str:
-    """Joins the names of up to five tensors, as in the files."""
+    """Joins up to five tensor names as they appear in the files."""
     return ", ".join(names[each] for each in plain[:5]) or "none"

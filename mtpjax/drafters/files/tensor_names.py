@@ -1,4 +1,4 @@
-"""Plain names of a drafter's tensors, without the prefixes that training programs add.
+"""Computes plain names for a drafter's tensors, without the prefixes that training programs add.
 
 Programs save the drafter inside other modules (`model.fc.weight`, `draft_model.layers.0...`, or PyTorch DDP's
 `module.fc.weight`), and formats name a few modules differently. Parameter specs use the plain names.
@@ -17,7 +17,7 @@ WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 # Attributes that hold the whole drafter and therefore prefix its names; methods may add more (`DrafterFiles.owners`).
 OWNERS = {"model", "draft_model", "draft", "drafter", "speculator"}
 MIDLAYER = "midlayer."  # the first layer in EAGLE's and SpecForge's files; `layers.0.` in speculators'
-# Alternative module names -> plain names: older names for EAGLE-3.1's three norms, and Muse's for DFlash's context.
+# Maps older module names for EAGLE-3.1's three norms, and Muse's names for DFlash's context, to plain names.
 ALIASES = {
     MIDLAYER: "layers.0.",
     "aux_norm_low.": "fc_norm.0.",
@@ -41,7 +41,7 @@ def plain_name(name: str, owners: Collection[str]) -> str:
 
 
 def names_in_files(tensors: Iterable[str], path, methods: Sequence[DraftMethod]) -> dict[str, str]:
-    """Maps plain names to the names in the files. Two tensors with the same plain name raise an error."""
+    """Maps plain names to the names in the files. Raises an error if two tensors have the same plain name."""
     owners = OWNERS.union(*((method.name, *method.files.owners) for method in methods if method.files is not None))
     names: dict[str, str] = {}
     for name in sorted(tensors):
@@ -57,6 +57,6 @@ def names_in_files(tensors: Iterable[str], path, methods: Sequence[DraftMethod])
 
 
 def rename_slices(specs: dict[str, ParamSpec], names: Mapping[str, str]) -> dict[str, ParamSpec]:
-    """Replaces plain names in specs with the names in the files; unknown names stay."""
+    """Replaces plain names in specs with the names in the files, and keeps unknown names."""
     rename = lambda part: part._replace(name=names.get(part.name, part.name))
     return {path: dataclasses.replace(spec, slices=tuple(map(rename, spec.slices))) for path, spec in specs.items()}

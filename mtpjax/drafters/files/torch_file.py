@@ -1,9 +1,9 @@
-"""Reads tensors from a `.pt` file of PyTorch without unpickling it.
+"""Reads tensors from PyTorch's `.pt` files without unpickling them.
 
-Such a file is a zip archive: `data.pkl` is a pickle that describes the tensors, and `data/N` holds the bytes of storage
-N. A pickle is a program: Python's unpickler imports and calls any function that the pickle refers to. This interpreter
-supports only dicts, tuples, numbers and three globals, which it never imports: the function that rebuilds a tensor,
-`OrderedDict`, and the storage types. Anything else is an error.
+Such a file is a zip archive, in which `data.pkl` is a pickle that describes the tensors and `data/N` holds the bytes of
+storage N. Pickles are unsafe, because Python's unpickler imports and calls any function that a pickle refers to. This
+interpreter supports only dicts, tuples, numbers and three kinds of globals, none of which it imports. These are the
+function that rebuilds a tensor, `OrderedDict`, and the storage types. It rejects anything else.
 """
 
 import math
@@ -21,7 +21,7 @@ from conversion.safetensors_header import TensorInfo
 from mtpjax.errors import CheckpointFileError, printable
 from mtpjax.safe_open import allowed_root, open_inside
 
-MAX_PICKLE_BYTES = 16 << 20  # descriptions of tensors have about 100 bytes each
+MAX_PICKLE_BYTES = 16 << 20  # each tensor's description has about 100 bytes
 STORAGES = {
     "FloatStorage": np.dtype(np.float32),
     "HalfStorage": np.dtype(np.float16),
@@ -91,7 +91,7 @@ class TorchFile:
         self._stream.close()
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Reads a tensor or some of its rows; arguments as in `CheckpointFiles.read`."""
+        """Reads a tensor or some of its rows; see `CheckpointFiles.read` for the arguments."""
         tensor = self._places[name]
         count, itemsize = math.prod(tensor.shape), tensor.storage.dtype.itemsize
         with self._zip.open(f"{self._folder}/data/{tensor.storage.key}") as stream:
@@ -205,7 +205,7 @@ def _known(name: _Name) -> _Name:
 
 
 def _storage(reference: Any) -> _Storage:
-    """Reads a storage's reference: ("storage", type, key, device, number of elements)."""
+    """Parses a storage reference of the form ("storage", type, key, device, number of elements)."""
     kind, storage, key, _, size = reference
     if kind != "storage" or not isinstance(storage, _Name) or storage.module != "torch" or not str(key).isdecimal():
         raise ValueError("it refers to something other than a storage")

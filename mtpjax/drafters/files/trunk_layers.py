@@ -1,7 +1,7 @@
-"""The trunk states that a drafter reads, given as ids of the layers that they enter (`DraftArchitecture.layer_ids`).
+"""Identifies the trunk states that a drafter reads by the layers that they enter (`DraftArchitecture.layer_ids`).
 
-In a trunk of L layers, id L is the output of the last layer, which enters the final norm, and id L + 1 the output of
-that norm.
+In a trunk with L layers, id L means the output of the last layer, which enters the final norm, and id L + 1 means the
+output of that norm.
 """
 
 import logging
@@ -32,7 +32,7 @@ def entered_layers(
     Args:
         listed: the ids.
         key: the key that lists them, for messages.
-        num_layers: layers of the trunk.
+        num_layers: number of layers in the trunk.
         are_outputs: True if the ids are layers whose outputs are read, where -1 is the embedding; False if they are
             layers that the states enter.
         stated: the last-layer state that the file specifies.
@@ -61,7 +61,7 @@ def entered_layers(
         )
     if num_layers not in layers:
         return layers
-    # The output of the last layer. Published files do not say whether it was read before or after the final norm.
+    # The last layer's output is read. Published files do not say whether this was before or after the final norm.
     if stated is not None and choice not in (None, stated):
         raise ConfigError(f"config.json: {LAST_LAYER_STATE} is {stated!r}, not {choice!r}")
     state = stated or choice or usual
@@ -70,7 +70,7 @@ def entered_layers(
         log.warning(
             "config.json: %s %s includes the last of %d trunk layers, but does not state which of its outputs the "
             "drafter was trained on: the one before the final norm, which SGLang and vLLM capture, or the one after "
-            "it, the last of transformers' hidden_states. Using %s, the usual one of this format; pass %s='%s' "
+            "it, the last of transformers' hidden_states. Using %s, the usual one in this format; pass %s='%s' "
             "(--last-layer-state %s) for the other one. Compare both: with the right one, more drafts are accepted",
             *(key, list(listed), num_layers, usual, LAST_LAYER_STATE, other, other),
         )
@@ -78,14 +78,14 @@ def entered_layers(
 
 
 def read_last_layer_state(*sections: ConfigReader) -> LastLayerState | None:
-    """Reads which last-layer state the drafter was trained on; None if no section specifies it."""
+    """Reads which last-layer state the drafter was trained on; returns None if no section specifies it."""
     for section in sections:
         section.require(LAST_LAYER_STATE, *STATES)
     return next((value for section in sections if (value := section.get(LAST_LAYER_STATE)) is not None), None)
 
 
 def describe_last_layer(layer_ids: tuple[int, ...], num_layers: int) -> tuple[list[int], dict[str, str]]:
-    """Returns the entered layers' ids as files list them, and the key for the last-layer state if it is read."""
+    """Returns the ids of the entered layers as files list them, and the last-layer state's entry if it is needed."""
     if {num_layers, num_layers + 1} <= set(layer_ids):
         raise ConfigError(
             "no format can express a drafter that reads the last layer both before and after the final norm"

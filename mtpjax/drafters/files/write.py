@@ -46,9 +46,9 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
     Args:
         path: the folder to write; it appears once it is complete.
         drafter: the drafter.
-        like: directory of a drafter with the same architecture, whose `config.json`, other files, and tensor names,
-            order and dtypes are kept. Unchanged parameters then give the same bytes.
-        form: without `like`, one of `DrafterFiles.formats`; None: the first.
+        like: directory of a drafter with the same architecture. Its `config.json`, other files, and tensor names, order
+            and dtypes are kept, so unchanged parameters give the same bytes.
+        form: format to write without `like`, from `DrafterFiles.formats`; None means the first.
 
     Raises:
         CheckpointFileError: `like` has a different architecture.
@@ -107,7 +107,7 @@ def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[
 
 
 def find_form(method: DraftMethod, config: Any, *, has_draft_ids: bool) -> str:
-    """Finds a format that can express a drafter: the default format, unless a draft vocabulary needs a different one.
+    """Finds a format that can express a drafter. Tries the default first, or `format_with_ids` if it has draft ids.
 
     Raises:
         ConfigError: no format can express it.
@@ -138,7 +138,7 @@ def _flat(drafter: StoredDrafter) -> dict[str, np.ndarray]:
 def _tensor_blocks(
     specs: dict[str, ParamSpec], drafter: StoredDrafter, names: Mapping[str, str]
 ) -> Callable[[TensorEntry], Iterator[np.ndarray]]:
-    """Returns the function that makes the rows of a tensor, block by block."""
+    """Returns a function that yields a tensor's rows block by block."""
     flat = _flat(drafter)
     ids = {names.get(plain, plain): array for plain, array in _ids_tensors(drafter).items()}
     different = sorted(flat.keys() ^ specs.keys())
@@ -158,7 +158,7 @@ def _tensor_blocks(
 
 
 def _new_shards(specs: dict[str, ParamSpec], drafter: StoredDrafter) -> list[Shard]:
-    """Orders the tensors as the safetensors package does: by decreasing element size, then by name."""
+    """Orders the tensors as the safetensors package does, first by decreasing element size and then by name."""
     flat, ids = _flat(drafter), _ids_tensors(drafter)
     entries = {
         piece.name: TensorEntry(piece.name, flat[path].dtype, piece.shape)

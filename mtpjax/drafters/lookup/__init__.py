@@ -1,1 +1,1 @@
-"""Prompt lookup: copies drafts from the row's text."""
+"""The prompt lookup method, which copies drafts from the row's text."""

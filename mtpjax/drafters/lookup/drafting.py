@@ -1,4 +1,4 @@
-"""Prompt lookup: copies the tokens that followed the same n-gram earlier in the row's text."""
+"""Prompt lookup, which copies the tokens that followed the same n-gram earlier in the row's text."""
 
 import dataclasses
 from typing import ClassVar
@@ -34,13 +34,13 @@ class LookupDrafter(Drafter):
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Copies `spec.num_steps` tokens; see `Drafter.propose`."""
         spec, vocab_size = decoder.spec, decoder.vocab_size
-        # At depth 0 an adaptive call verifies only the pending token.
+        # At depth 0, an adaptive call verifies only the pending token.
         pending = read_rows(state.tokens, state.length - 1, 1)
         if not spec.num_steps:
             return Draft(pending), state
         find = jax.vmap(lambda tokens, length: find_ngram(tokens, length, self.min_n, self.max_n, spec.num_steps))
         drafts, _ = find(state.tokens, state.length)
-        # A copied token was not sampled: its draft distribution is one-hot.
+        # A copied token is not sampled, so its draft distribution is one-hot.
         vocabulary = Vocabulary.of(vocab_size)
         q = vocabulary.one_hot(drafts, own_size(vocab_size, "tensor")) if spec.is_ratio_rule else None
         return Draft(jnp.concatenate([pending, drafts], axis=1), q), state
@@ -51,35 +51,35 @@ def find_ngram(
 ) -> tuple[jax.Array, jax.Array]:
     """Finds an earlier occurrence of the text's last n tokens and copies what follows it.
 
-    The longest suffix with `min_n <= n <= max_n` that occurs earlier wins; among its occurrences, the earliest. vLLM's
-    `ngram_proposer.py` chooses in the same way. Matches may overlap the suffix.
+    Chooses the longest suffix with `min_n <= n <= max_n` that occurs earlier, and its earliest occurrence, as vLLM's
+    `ngram_proposer.py` does. Matches may overlap the suffix.
 
     Args:
         tokens: `[L]` int32; the first `length` tokens are the text.
         length: `[]` int32, number of tokens in the text.
         min_n: minimum length of the n-gram.
-        max_n: maximum length.
+        max_n: maximum length of the n-gram.
         num_drafts: number of tokens to copy, K.
 
     Returns:
-        drafts `[K]` int32, and the number of drafts that were found, `[]` int32. A round always verifies K drafts, so
-        the rest repeat the copied tokens, or the last token if there is no match.
+        The drafts `[K]` int32, and the number of drafts that were found, `[]` int32. A round always verifies K drafts,
+        so the other drafts repeat the copied tokens, or the last token if there is no match.
     """
     L = tokens.shape[0]
-    # Index an occurrence by its end: the position of the token that follows it. That token must be part of the text.
+    # Index an occurrence by the position of the token that follows it. That token must be part of the text.
     end = jnp.arange(L)
     matched, num_matched = end < length, jnp.zeros(L, jnp.int32)
     for distance in range(1, max_n + 1):
         # Compare the token `distance` positions before each end with the token `distance` positions before the text's
-        # end. After this step `num_matched` is the length of the common suffix, up to `distance`.
+        # end. After this step, `num_matched` is the length of the common suffix, up to `distance`.
         before = jnp.pad(tokens, (distance, 0))[:L]
         matched &= (before == tokens[jnp.maximum(length - distance, 0)]) & (end >= distance)
         num_matched += matched
-    # Prefer the longest match, then the earliest. Without a match the last token itself is copied.
+    # Prefer the longest match, then the earliest. Without a match, copy the last token itself.
     longest = num_matched.max()
     has_match = longest >= min_n
-    continuation = jnp.where(has_match, jnp.argmax(num_matched == longest), length - 1)  # argmax: the first one
-    # The text ends `available` tokens after the match. Further drafts repeat these tokens from the first on.
+    continuation = jnp.where(has_match, jnp.argmax(num_matched == longest), length - 1)  # argmax returns the first
+    # The text ends `available` tokens after the match. Further drafts repeat these tokens, starting with the first.
     available = length - continuation
     step = jnp.arange(num_drafts) % jnp.maximum(available, 1)
     drafts = tokens[jnp.clip(continuation + step, 0, L - 1)]

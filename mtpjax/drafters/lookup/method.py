@@ -1,4 +1,4 @@
-"""The `DraftMethod` of prompt lookup."""
+"""Defines the `DraftMethod` for prompt lookup."""
 
 from mtpjax.drafters.lookup.drafting import LookupDrafter
 from mtpjax.drafters.method import DraftMethod
@@ -9,6 +9,6 @@ LOOKUP = DraftMethod(
     drafter=LookupDrafter,
     algorithms=("NGRAM",),
     from_settings=lambda config: LookupDrafter(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max),
-    # More levels than MTP modules: copied n-grams are often right for several tokens.
+    # This is more than for MTP modules, because copied n-grams are often right for several tokens.
     default_levels=4,
 )

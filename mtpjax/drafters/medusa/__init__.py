@@ -1,1 +1,1 @@
-"""Medusa (2401.10774): heads, drafting and published files."""
+"""The Medusa draft method (2401.10774), with its heads, drafting and published files."""

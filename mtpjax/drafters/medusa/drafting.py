@@ -1,4 +1,4 @@
-"""The Medusa drafter (2401.10774): one head per draft level, all reading the trunk's final hidden state."""
+"""The Medusa drafter (2401.10774), which has one head per draft level. All heads read the trunk's final state."""
 
 import dataclasses
 import functools
@@ -35,17 +35,17 @@ class MedusaState(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class MedusaDrafter(TrainedDrafter):
-    """Drafts with Medusa heads; `mtpjax.load_drafter` reads them with their parameters.
+    """Drafts with Medusa heads, which `mtpjax.load_drafter` loads with their parameters.
 
-    A head reads one hidden state and no drafted token, so all levels are drafted at once. With `topk` above 1 the tree
-    consists of the most likely nodes, or is drawn in the fixed shape that exact ratio rules need. `choices` replaces it
-    with a published static tree.
+    A head reads one hidden state and no drafted token, so all levels are drafted at once. With `topk` above 1, the tree
+    consists of the most likely nodes, or is drawn in the fixed shape that exact ratio rules need. `choices` replaces
+    this tree with a published static tree.
 
     Attributes:
         architecture: the heads.
-        choices: the static tree, a path of candidate ranks per node: (0, 1) is the second candidate of head 1 after the
-            first of head 0. `num_steps` must be its depth, `topk` its number of ranks, and `num_draft_tokens` its
-            number of nodes plus 1. (): no static tree.
+        choices: the static tree, with a path of candidate ranks per node; (0, 1) is the second candidate of head 1
+            after the first of head 0. `num_steps` must be the tree's depth, `topk` its number of ranks, and
+            `num_draft_tokens` its number of nodes plus 1. () means no static tree.
     """
 
     architecture: MedusaConfig = dataclasses.field(kw_only=True)
@@ -67,7 +67,7 @@ class MedusaDrafter(TrainedDrafter):
 
     @property
     def max_levels(self) -> int:
-        """Number of heads: one level per head."""
+        """The number of heads, because each head drafts one level."""
         return self.architecture.num_heads
 
     @property
@@ -99,7 +99,7 @@ class MedusaDrafter(TrainedDrafter):
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """One output matrix per head, or one that all heads share."""
+        """Names of the output matrices, either one per head or one that all heads share."""
         own = self.architecture
         return tuple(f"output_{index}" for index in range(1 if own.shares_output else own.num_heads))
 
@@ -114,7 +114,7 @@ class MedusaDrafter(TrainedDrafter):
     def extend(
         self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> MedusaState:
-        """Keeps the state of each row's last prompt token, whichever chunk holds it."""
+        """Keeps the state of each row's last prompt token, regardless of the chunk that contains it."""
         chunk = states.shape[1]
         offset = state.length - 1 - start
         hidden = read_rows(states, jnp.clip(offset, 0, chunk - 1), 1)
@@ -122,7 +122,7 @@ class MedusaDrafter(TrainedDrafter):
         return MedusaState(jnp.where(is_in_chunk[:, None, None], hidden, state.drafter.hidden))
 
     def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> MedusaState:
-        """Keeps the state of the last accepted node; its logits give the next pending token."""
+        """Keeps the state of the last accepted node, whose logits determine the next pending token."""
         return MedusaState(read_rows(states, accepted.num_accepted, 1))
 
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
@@ -130,12 +130,12 @@ class MedusaDrafter(TrainedDrafter):
         spec, prepared = decoder.spec, weights.drafter
         if not spec.num_steps:
             return super().propose(decoder, weights, state)
-        # 1. Run the residual layers of every head in use on the state that the pending token was chosen from.
+        # 1. Run the residual layers of every used head on the state from which the pending token was chosen.
         heads = Medusa(self.architecture, decoder.model.implementation)
         run: Any = functools.partial(heads.apply, {"params": prepared.network}, method="hidden")
         hidden = [run(state.drafter.hidden, index) for index in range(spec.num_steps)]
 
-        # 2. Score the tokens after f nodes of one level, which all read the same state.
+        # 2. Score the children of f nodes at one level, which all read the same state.
         def scores(level: int, num_nodes: int, path: PathTokens | None) -> DraftScores:
             rows = jnp.repeat(hidden[level - 1], num_nodes, axis=1)
             return DraftScores(decoder, weights.params, state, prepared.head, rows, level - 1, path, level)
@@ -147,9 +147,9 @@ class MedusaDrafter(TrainedDrafter):
         return _draft_tree(scores, state, spec), state
 
     def _draft_choices(self, scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
-        """Fills the static tree: a node of rank r at depth d is the r-th best candidate of head d-1."""
-        # Penalties ignore drafted tokens here, since a level has the same candidates after every parent. That is safe,
-        # because the rules for this tree follow the target's own probabilities.
+        """Fills the static tree, in which a node of rank r at depth d is the r-th best candidate of head d-1."""
+        # Penalties ignore drafted tokens here, because a level has the same candidates after every parent. The text
+        # stays correct, because the rules for this tree follow the target's own probabilities.
         best = []
         for level in range(1, spec.num_steps + 1):
             of_level = scores(level, 1, None)

@@ -1,4 +1,4 @@
-"""Configuration and tensor names of Medusa heads: its authors' format and vLLM's.
+"""Parses and generates the configuration of Medusa heads in the authors' and vLLM's formats.
 
 Head k with n layers has the tensors `k.j.linear.weight` and `k.n.weight` in the authors' format (`medusa_lm_head.pt`),
 and `blocks.k.layers.j.weight` and `lm_heads.k.weight` in vLLM's. Published configurations sometimes have the wrong
@@ -21,13 +21,13 @@ from mtpjax.errors import CheckpointFileError, ConfigError
 
 log = logging.getLogger("mtpjax.conversion")
 
-TOKEN_MAP = "token_map"  # vLLM's draft vocabulary: column j of a head is token `token_map[j]`
+TOKEN_MAP = "token_map"  # vLLM's draft vocabulary, in which column j of a head is token `token_map[j]`
 
 
 def parse_medusa(
     values: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], trunk: TrunkSizes
 ) -> tuple[MedusaConfig, str]:
-    """Parses `config.json`; arguments and result as in `DrafterFiles.parse`."""
+    """Parses `config.json`. See `DrafterFiles.parse` for the arguments and the result."""
     reader = ConfigReader(values)
     form = "vllm" if any(name.startswith(("blocks.", "lm_heads.")) for name in shapes) else "medusa"
     if form == "medusa":
@@ -62,7 +62,7 @@ def parse_medusa(
 
 
 def medusa_specs(config: MedusaConfig, form: str) -> dict[str, ParamSpec]:
-    """Lists every parameter with its tensor in a format."""
+    """Lists every parameter with its tensor in this format."""
     D, R = config.hidden_size, config.draft_vocab_size
     specs = {}
     for k in range(config.num_heads):
@@ -78,7 +78,7 @@ def medusa_specs(config: MedusaConfig, form: str) -> dict[str, ParamSpec]:
 
 
 def describe_medusa(config: MedusaConfig, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_medusa` reads as `config`."""
+    """Makes a `config.json` that `parse_medusa` parses back to `config`."""
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
     if form == "vllm":
         return {

@@ -1,4 +1,4 @@
-"""The Medusa `DraftMethod`, and how its heads are created for training."""
+"""Defines the Medusa `DraftMethod`, and creates new heads for training."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from mtpjax.models.config import ModelConfig
 
 
 def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> MedusaConfig:
-    """Returns `num_depths` heads with one residual layer each."""
+    """Returns an architecture with `num_depths` heads, each with one residual layer."""
     return MedusaConfig(
         hidden_size=trunk.hidden_size,
         vocab_size=trunk.vocab_size,

@@ -17,16 +17,16 @@ class MedusaConfig:
     """The architecture of Medusa heads.
 
     Args:
-        hidden_size: width of the trunk, D.
-        vocab_size: vocabulary of the trunk, V.
+        hidden_size: width of the trunk (D).
+        vocab_size: vocabulary size of the trunk (V).
         num_heads: number of heads. Head k (0-based) predicts the token k+2 positions after the hidden state.
-        num_layers: residual layers per head.
+        num_layers: number of residual layers per head.
         has_bias: whether the residual layers have a bias.
-        draft_vocab_size: tokens that can be drafted, R; 0: all V.
+        draft_vocab_size: number of tokens that can be drafted (R); 0 means V.
         shares_output: whether all heads share one output matrix (vLLM's `original_lm_head`).
 
     Raises:
-        ValueError: for inconsistent values.
+        ValueError: the values are inconsistent.
     """
 
     hidden_size: int
@@ -54,7 +54,7 @@ class MedusaConfig:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Empty: the heads read only the final hidden state."""
+        """Empty, because the heads read only the final hidden state."""
         return ()
 
 
@@ -68,7 +68,7 @@ class MedusaHead(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         D = self.config.hidden_size
         for layer in range(self.config.num_layers):
-            # Initialised with zeros, so that an untrained head only applies its output matrix.
+            # Initialise with zeros, so that an untrained head only applies its output matrix.
             kernel = self.param(f"kernel_{layer}", nn.initializers.zeros, (D, D))
             projected = matrix_product(x, kernel, implementation=self.implementation)
             if self.config.has_bias:
@@ -79,7 +79,7 @@ class MedusaHead(nn.Module):
 
 
 class Medusa(nn.Module):
-    """All heads. They read the trunk's hidden states after its final norm, and do not depend on drafts."""
+    """All heads, which read the trunk's hidden states after the final norm and do not depend on drafts."""
 
     config: MedusaConfig
     implementation: str = "auto"
@@ -94,10 +94,10 @@ class Medusa(nn.Module):
         ]
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        """Computes the logits of every head: `[..., D]` to `[num_heads, ..., R]` float32."""
+        """Computes the logits of every head, `[num_heads, ..., R]` float32, from states `[..., D]`."""
         inputs = [self.hidden(hidden, index) for index in range(self.config.num_heads)]
         return jnp.stack([multiply_head(x, self.output[k % len(self.output)]) for k, x in enumerate(inputs)])
 
     def hidden(self, hidden: jax.Array, index: int) -> jax.Array:
-        """Runs the residual layers of head `index`: `[..., D]` to `[..., D]`."""
+        """Runs the residual layers of head `index` on states `[..., D]`."""
         return self.block[index](hidden)

@@ -1,1 +1,1 @@
-"""The MTP drafter: drafts with the modules that were trained with the model."""
+"""The MTP drafter, which drafts with the modules that were trained with the model."""

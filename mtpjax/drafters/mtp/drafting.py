@@ -1,4 +1,4 @@
-"""The MTP drafter: the model's MTP modules propose a chain or a tree."""
+"""The MTP drafter, which proposes a chain or a tree with the model's MTP modules."""
 
 import dataclasses
 from typing import Any
@@ -36,7 +36,7 @@ class MTPNetwork:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's config: a module's layer is like the trunk's."""
+        """The model's config, because a module's layer is like the trunk's layers."""
         return self.decoder.model.config
 
     def input_hidden(self, states: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ class MTPNetwork:
 
 @dataclasses.dataclass(frozen=True)
 class MTPDrafter(CachedDrafter):
-    """Drafts with the model's MTP modules: a chain with any number of modules, a tree with exactly one."""
+    """Drafts with the model's MTP modules. Chains support any number of modules, and trees exactly one."""
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the model has no modules or cannot draft the tree."""
@@ -71,7 +71,7 @@ class MTPDrafter(CachedDrafter):
             )
         if config.topk == 1:
             return
-        # A tree.
+        # The other checks are only for trees.
         num_modules, num_draftable = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
         if num_modules > 1:
             raise ValueError(
@@ -96,11 +96,11 @@ class MTPDrafter(CachedDrafter):
         return PreparedDrafter(merged, None if ids is None else reduce_head(merged, ids, model=model))
 
     def network(self, decoder: Decoder, weights: Weights) -> MTPNetwork:
-        """Returns the modules, with their parameters."""
+        """Returns the modules with their parameters."""
         return MTPNetwork(decoder, weights.drafter)
 
     def sizes(self, model: MTPModel) -> ModuleSizes:
-        """Returns the modules' sizes: each has one layer like the trunk's."""
+        """Returns the sizes of the modules, each of which has one layer like the trunk's."""
         config = model.config
         return ModuleSizes(config.num_mtp_modules, config, (config.mtp_kind,), config.hidden_size)
 
@@ -119,7 +119,7 @@ def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
         `[R]` int32, ascending.
 
     Raises:
-        ValueError: if no id remains, or one is outside the vocabulary.
+        ValueError: no id remains, or an id is outside the vocabulary.
     """
     unique = np.unique(np.asarray(ids, np.int32))
     num_tokens = model.config.num_tokens or model.config.vocab_size

@@ -1,4 +1,4 @@
-"""The `DraftMethod` of the model's MTP modules, which are part of the model's network, files and training."""
+"""Defines the `DraftMethod` for the model's MTP modules, which are part of its network, files and training."""
 
 from mtpjax.drafters.method import DraftMethod
 from mtpjax.drafters.mtp.drafting import MTPDrafter

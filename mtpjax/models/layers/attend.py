@@ -48,7 +48,7 @@ def attend(
     scores = []
     for (key, _), mask in zip(sources, masks, strict=True):
         if mask.shape[-1] == 1:
-            # Elementwise, because XLA on a CPU turns a batched matmul of single rows into a loop.
+            # Multiply elementwise, because XLA on a CPU turns a batched matmul of single rows into a loop.
             pairs = q.astype(jnp.float32) * key.astype(jnp.float32)[:, :, :, None]
             score = pairs.sum(-1, keepdims=True)
         else:
@@ -57,7 +57,7 @@ def attend(
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     joined = joined * scale
     if sinks is not None:
-        # A sink is an additional column of the softmax: it takes a share of the weight but has no value.
+        # A sink is an additional column of the softmax, which takes a share of the weight but has no value.
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, :, None], (*joined.shape[:-1], 1))
         joined = jnp.concatenate([joined, sink], axis=-1)
     weights = jax.nn.softmax(joined, axis=-1).astype(q.dtype)
@@ -82,7 +82,7 @@ def attend_cache(
     value_up: jax.Array | None = None,
     selection: Masks | None = None,
 ) -> jax.Array | None:
-    """Attends to one layer's whole cache with a kernel: `verify_attention`, or `prefill_attention` for many tokens.
+    """Attends to one layer's whole cache with `verify_attention`, or with `prefill_attention` for many tokens.
 
     The kernels read only slots that the tokens attend to, so the caller need not slice out windows.
 
@@ -90,7 +90,7 @@ def attend_cache(
         q: `[B, K, T, G, H]` queries.
         keys: `[B, K, S, H]` keys of the cache; in a paged cache `[P, K, size, H]`.
         values: `[B, K, S, Hv]`; None: the first Hv columns of the keys, with Hv from `value_up`.
-        value_up: `[G, Hv, V]`, a matrix per head that multiplies its output; requires K = 1.
+        value_up: `[G, Hv, V]`, one matrix per head that multiplies the head's output; requires K = 1.
         selection: keys that an indexer selected, as one mask `[B, T, S]`; only `prefill_attention` supports it.
 
     Returns:
@@ -125,7 +125,7 @@ def attend_cache(
 
 def _scores(q: jax.Array, key: jax.Array) -> jax.Array:
     """Multiplies `q [B, K, T, G, H]` by keys `[B, K, S, H]`; returns `[B, K, T, G, S]` float32."""
-    # Drop batch and head axes of size one: with them, XLA on a CPU first transposes all keys.
+    # Drop batch and head axes of size one, because with them XLA on a CPU first transposes all keys.
     ones = tuple(axis for axis in (0, 1) if key.shape[axis] == 1)
     batch = "".join(name for axis, name in enumerate("BK") if axis not in ones)
     equation = f"{batch}TGH,{batch}SH->{batch}TGS"

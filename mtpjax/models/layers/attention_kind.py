@@ -12,7 +12,7 @@ Axes = tuple[str | None, ...]  # one axis name of `mtpjax.models.sharding.MESH_A
 
 
 def _keep(entries: Entries, _: jax.Array) -> Entries:
-    """Leaves entries unchanged: accepted ones are already in place, and others are never read."""
+    """Leaves entries unchanged, because accepted entries are already in place and others are never read."""
     return entries
 
 
@@ -25,13 +25,13 @@ class AttentionKind:
 
     Attributes:
         scope: name of the layer's parameters within a block, such as "attention".
-        module: makes the Flax module from the config, the layer's kind, the kernels' implementation and the scope. The
+        module: makes the Flax module from the config, the layer's kind, the kernel implementation and the scope. The
             module maps `(x [B, T, D], view, layer_cache, selection)` to the output `[B, T, D]` as `PartialSums`, the
             layer's new entries, and the indexer's selection.
         empty_entries: makes the zero-filled cache entries of one layer from the config, the layer's kind, the batch
             size B, the slots S, and the dtype.
         cache_axes: axis names of each cache entry.
-        split_sizes: config fields with the numbers of heads that the mesh axis `tensor` splits.
+        split_sizes: names of the config fields that count the heads split by the mesh axis `tensor`.
         param_axes: (regular expression for the parameter path, axis names) pairs; the first match applies.
         commit: updates the entries so that they cover only the first `num_committed [B]` tokens of the last pass.
         reset: prepares the rows `is_new [B]` for new texts.

@@ -1,4 +1,4 @@
-"""One decoder layer: pre-norm attention and feed-forward with residuals."""
+"""One decoder layer with pre-norm attention, a feed-forward layer and residual connections."""
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,11 @@ from pallas_kernels.partial_sums import PartialSums
 
 
 class Block(nn.Module):
-    """Maps the residual stream `[B, T, D]` to two outputs: the stream after attention and the feed-forward update.
+    """Maps the residual stream `[B, T, D]` to the stream after attention and, separately, the feed-forward update.
 
     The feed-forward update is not added yet, because the next layer's norm adds it in the same kernel; the argument
-    `update` is the previous layer's. Without `x` the stream starts with `update`. Also returns the attention's new
-    cache entries and the selection of an indexer.
+    `update` is the previous layer's update. If `x` is None, the stream starts with `update`. Also returns the new cache
+    entries of attention and the indexer's selection.
 
     `layer_cache` is one layer of a cache (returned with the new entries appended), `Recycled`, or None for a pass over
     whole rows. `selection` holds the masks from the last indexer before this layer; layers without an indexer pass them
@@ -47,7 +47,7 @@ class Block(nn.Module):
         x, normed = add_and_norm("norm_attention")(x, update)
         own_view = view.of_layer(is_sliding=self.kind.is_sliding)
         attended, entries, selection = attention(normed, own_view, layer_cache, selection)
-        # Feed-forward: experts or one dense SwiGLU. A pass with a cache needs no gradients.
+        # The feed-forward layer is experts or one dense SwiGLU. A pass with a cache needs no gradients.
         x, normed = add_and_norm("norm_feed_forward")(x, attended)
         if self.kind.is_moe:
             limits = self.kind.expert_limit, self.kind.dense_limit

@@ -8,10 +8,10 @@ from pallas_kernels.batch_invariance import is_batch_invariant
 
 
 def activate(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float = 0.0) -> jax.Array:
-    """Applies a gated activation to `gate` and `up`, `[..., F]` each, and clamps values to `limit`; 0: no clamping.
+    """Applies a gated activation to `gate` and `up`, `[..., F]` each, and clamps values to `limit` unless it is 0.
 
-    Step-3.5 clamps after the activation: `min(silu(gate), limit) * clip(up, -limit, limit)`. With `alpha` (gpt-oss)
-    the clamps come first, and the result is `(up + 1) * gate * sigmoid(alpha * gate)`.
+    Step-3.5 clamps after the activation and computes `min(silu(gate), limit) * clip(up, -limit, limit)`. With `alpha`
+    (gpt-oss), the inputs are clamped first, and the result is `(up + 1) * gate * sigmoid(alpha * gate)`.
     """
     bound = limit or jnp.inf
     up = jnp.clip(up, -bound, bound)
@@ -34,7 +34,7 @@ def mix_clamped_experts(
 ) -> jax.Array:
     """Runs each token `x [n, D]` through its chosen experts and sums their weighted outputs; differentiable.
 
-    Arguments are as in `mix_experts` and `activate`. `biases` are (gate and up `[E, 2, F]`, output `[E, D]`).
+    Arguments are as in `mix_experts` and `activate`. `biases` is (gate and up `[E, 2, F]`, output `[E, D]`).
 
     Raises:
         ValueError: within `pallas_kernels.batch_invariant`, which XLA does not support.
@@ -53,6 +53,6 @@ def mix_clamped_experts(
     products = products.reshape(-1, 2, F) + (0 if biases is None else biases[0].astype(x.dtype)[own])
     hidden = activate(products[:, 0], products[:, 1], limit=limit, alpha=alpha)
     output = jax.lax.ragged_dot(hidden, down, sizes) + (0 if biases is None else biases[1].astype(x.dtype)[own])
-    # Rows without an expert come after all groups and hold garbage: replace them with zeros.
+    # Rows without an expert come after all groups and hold garbage, so replace them with zeros.
     weighted = jnp.where(is_used, output * weights.reshape(-1)[order][:, None].astype(x.dtype), 0)
     return jnp.zeros_like(x).at[token].add(weighted)

@@ -1,4 +1,4 @@
-"""The gated delta rule after a short causal convolution: the linear attention of Qwen3-Next and Qwen3.5."""
+"""Linear attention of Qwen3-Next and Qwen3.5, which applies the gated delta rule after a short causal convolution."""
 
 from typing import Any
 
@@ -19,14 +19,14 @@ MAX_STEPWISE_TOKENS = 16  # a fully committed pass of up to this many tokens run
 
 
 class DeltaRule(nn.Module):
-    """`[B, T, D] -> [B, T, D]` with a state of fixed size (Gated DeltaNet, 2412.06464, in Qwen3-Next's arrangement).
+    """Gated DeltaNet (2412.06464) as arranged in Qwen3-Next, `[B, T, D] -> [B, T, D]` with a fixed-size state.
 
     For J value heads, the layer keeps `state [B, J, P, Q]` float32, which maps keys to values, and
-    `conv [B, C-1, K, channels]`, the last inputs of the convolution. In a pass whose tokens may be rejected, `state`
-    stays as it was before the pass. The entries then also hold what each token would change (`keys`, `log_decay`,
-    `corrections`) and all convolution `inputs`; `commit_states` applies the accepted tokens.
+    `conv [B, C-1, K, channels]`, the last inputs of the convolution. A pass whose tokens may be rejected does not
+    change `state`. Its entries also hold the change that each token would make (`keys`, `log_decay`, `corrections`)
+    and all convolution `inputs`; `commit_states` applies the accepted tokens.
 
-    Value head j reads key head j // (J / K). A mesh splits whole key heads with their value heads.
+    Value head j reads key head j // (J / K). On a mesh, a key head is always on the same device as its value heads.
     """
 
     config: ModelConfig
@@ -71,11 +71,11 @@ class DeltaRule(nn.Module):
         beta = jax.nn.sigmoid(write).reshape(B, T, J)
         log_decay = -jnp.exp(log_rate)[None, None] * jax.nn.softplus(decay.reshape(B, T, J) + rate_bias[None, None])
         if view.num_valid is not None:
-            # Padding after the valid tokens neither writes nor decays.
+            # Padding after the valid tokens neither writes to the state nor decays it.
             is_valid = (jnp.arange(T)[None, :] < view.num_valid[:, None])[:, :, None]
             beta, log_decay = jnp.where(is_valid, beta, 0), jnp.where(is_valid, log_decay, 0)
 
-        # 4. Apply the rule: with a deferred commit, in chunks, or token by token.
+        # 4. Apply the rule with a deferred commit, in chunks, or token by token.
         q, k, v = (part.astype(x.dtype) for part in (q, k, v))
         rule, implementation = (q, k, v, log_decay, beta, state), self.implementation
         if layer_cache is not None and view.num_valid is None:
@@ -106,7 +106,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    """Convolves each channel causally: `inputs [B, C-1+T, K, channels]`, `taps [K, channels, C]` -> `[B, T, …]`.
+    """Convolves `inputs [B, C-1+T, K, channels]` causally with `taps [K, channels, C]`; returns `[B, T, K, channels]`.
 
     With `segment_ids [B, T]`, inputs of other documents count as zero.
     """
@@ -136,7 +136,7 @@ def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: i
 def commit_states(entries: Entries, num_committed: jax.Array) -> Entries:
     """Advances the state over the first `num_committed [B]` tokens of the last pass.
 
-    Entries of a pass whose tokens were all valid have no `corrections`: their state has already advanced.
+    Entries have no `corrections` if the number of valid tokens was known; their state has already advanced.
     """
     if "corrections" not in entries:
         return entries

@@ -1,4 +1,4 @@
-"""The cache entries of one layer: append new ones, and select the keys that the queries of a pass attend to."""
+"""Appends to one layer's cache entries, and selects the keys that the queries of a pass attend to."""
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ def append_and_select(
     else None.
 
     Returns:
-        The entries that the layer keeps, the sources of keys, and the mask of each source `[B, T, S]`.
+        The entries that the layer keeps, the sources of keys, and a mask `[B, T, S]` for each source.
     """
-    # A recycled depth attends to the prefix's teacher-forced entries, and to its own entry at every later level.
+    # A recycled depth attends to the prefix's teacher-forced entries and, at each level, to the entry at its own index.
     if isinstance(layer_cache, Recycled):
         levels = (*layer_cache.levels, new)
-        # The window may start within the levels: the previous level's entry is one position older, and so on.
+        # The window may start within the levels, because each earlier level's entry is one position older.
         shape, oldest = (*view.mask.shape[:2], 1), len(levels) - view.window if view.window else 0
         itself = (jnp.full(shape, level >= oldest) for level in range(len(levels)))
         return new, (layer_cache.base, *levels), (view.mask, *itself)
@@ -36,18 +36,18 @@ def append_and_select(
 
 
 def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
-    """Selects, among one layer's entries, the keys that the queries of a pass attend to.
+    """Selects from one layer's entries the keys that the queries of a pass attend to.
 
     Args:
         entries: one layer of a cache, with this pass's entries appended, or the entries of a pass over whole rows.
 
     Returns:
-        The sources of keys, and the mask of each source `[B, T, S]`.
+        The sources of keys, and a mask `[B, T, S]` for each source.
     """
     storage, span = view.storage, view.span
     if span is None:
         return (jax.tree.map(lambda kept: storage.first(kept, view.mask.shape[2]), entries),), (view.mask,)
-    # A window reads two ranges of slots: the sinks at the start, and the newest slots.
+    # A window reads two ranges of slots, which are the sinks at the start and the newest slots.
     oldest = jax.tree.map(lambda kept: storage.first(kept, span.sinks), entries)
     newest = jax.tree.map(lambda kept: storage.read(kept, span.begin, span.size), entries)
     return (oldest, newest), (view.mask[:, :, : span.sinks], view.mask[:, :, span.sinks :])

@@ -26,7 +26,7 @@ from pallas_kernels.router import Routing, route_tokens
 
 
 class SwiGLU(nn.Module):
-    """The dense feed-forward layer `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`; one matmul for gate and up.
+    """The dense feed-forward layer `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`, with gate and up in one matmul.
 
     Returns partial sums, which the norm of the next layer adds.
     """
@@ -59,10 +59,10 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
         x: `[n, D]` tokens.
         ids: `[n, k]` experts chosen by each token; ids of E or more are skipped.
         weights: `[n, k]` float32 weights.
-        gate_up: `[E, D, 2, F]`, an array or `BlockScaled`; so is `down [E, F, D]`.
+        gate_up: `[E, D, 2, F]`, an array or `BlockScaled`, like `down [E, F, D]`.
         inference: True if no gradient is needed.
     """
-    # fp8 stacks with equal block sizes go to the kernel with their scales; other stacks are cast first.
+    # Pass fp8 stacks with equal block sizes to the kernel with their scales; cast other stacks first.
     scales = {}
     if is_scaled(gate_up) and is_scaled(down) and gate_up.block == down.block:
         assert (gate_up.axis, down.axis) == (-3, -2)
@@ -74,7 +74,7 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
 
 
 def choose_slots(ids: jax.Array, placement: Mapping[str, jax.Array]) -> jax.Array:
-    """Chooses a slot `[n, k]` for each expert in `ids [n, k]`: tokens rotate through an expert's copies.
+    """Chooses a slot `[n, k]` for each expert in `ids [n, k]`, rotating tokens through the expert's copies.
 
     `placement` has `slots_of_expert [E, C]` and `num_slots [E]`, as `mtpjax.models.expert_placement` makes them.
     """
@@ -123,7 +123,7 @@ class Experts(nn.Module):
         num_slots = E if placement is None else placement["expert_of_slot"].shape[0]
         router = self.param("router", nn.initializers.lecun_normal(), (D, E))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-        # A pass over whole rows is a training pass, or scores texts in decoding's layout.
+        # A pass over whole rows either trains, or scores texts in the decoding layout.
         decodes = cached or has_decoding_layout()
         (over, over_rows), own_width = expert_axes(num_slots, decodes=decodes), own_size(F, "tensor")
         own_experts = num_slots // math.prod(map(num_shards, over))
@@ -144,13 +144,13 @@ class Experts(nn.Module):
             bias = jax.lax.stop_gradient(self.param("correction_bias", nn.initializers.zeros, (E,)))
 
         # Route every token, run its experts, and add the shared experts, which process every token. If an axis splits
-        # both rows and experts, each device runs its experts for all rows, and the sums return to the devices that own
-        # the rows.
+        # both rows and experts, each device runs its experts for all rows, and the sums are scattered to the devices
+        # that own the rows.
         flat = all_rows(x.reshape(B * T, D), over_rows)
         used = all_used if over_rows else is_used
         routed, implementation = flat, self.implementation if cached else "xla"
         if config.expert_bias:
-            # A bias on the logits is an additional row of the router whose input is always 1.
+            # Implement the bias on the logits as an additional router row whose input is always 1.
             row = self.param("router_bias", nn.initializers.zeros, (E,))
             routed = jnp.concatenate([flat, jnp.ones((len(flat), 1), flat.dtype)], axis=1)
             router, implementation = jnp.concatenate([router, row[None].astype(router.dtype)]), "xla"
@@ -169,13 +169,13 @@ class Experts(nn.Module):
         if self.limit or config.expert_bias or config.swiglu_alpha:
             form = functools.partial(mix_clamped_experts, biases=biases, limit=self.limit, alpha=config.swiglu_alpha)
             gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
-        # Inside `shard_map`, ids of other devices' experts become the number of local experts, an id that is skipped.
+        # Inside `shard_map`, replace ids of other devices' experts with the number of local experts, which is skipped.
         if over:
             first = jax.lax.axis_index(over) * own_experts
             ids = jnp.where((ids >= first) & (ids < first + own_experts), ids - first, own_experts)
         if over_rows and not cached:
-            # In training a device processes one device's rows at a time and recomputes them for the gradient, because
-            # all rows at once would take too much memory.
+            # In training, a device processes one device's rows at a time and recomputes them for the gradient, because
+            # all rows at once would need too much memory.
             num_parts_of_rows = len(flat) // (B * T)
             rows = (part.reshape(num_parts_of_rows, B * T, -1) for part in (flat, ids, weights))
             again = jax.checkpoint(lambda rows: form(rows[0], rows[1], rows[2], gate_up, down))

@@ -23,9 +23,9 @@ from pallas_kernels.rotation import rotate
 class GroupedAttention(nn.Module):
     """Grouped-query attention, `[B, T, D] -> [B, T, D]`. Caches `key` (rotated) and `value`, each `[B, K, S, H]`.
 
-    One matrix `[D, K, G + 2, H]` computes everything for a key/value head: its G = N/K queries, its key, its value and,
-    with an output gate, G gates. A mesh then splits whole key/value heads, and a step has one matmul instead of three.
-    If values are narrower than keys, a second matrix `[D, K, Hv]` computes them.
+    One matrix `[D, K, G + 2, H]` computes the G = N/K queries, the key, the value and, with an output gate, the G gates
+    of each key/value head. This lets a mesh split whole key/value heads, and replaces three matmuls with one. If values
+    are narrower than keys, a second matrix `[D, K, Hv]` computes them.
     """
 
     config: ModelConfig
@@ -69,7 +69,7 @@ class GroupedAttention(nn.Module):
             if V == H:
                 q, k, v = split_heads(projected.total(), view.angles, heads, group_size=G)
             else:
-                # Values of a different width need their own array.
+                # Values of a different width need a separate matrix.
                 q, k = self._split_narrow(projected.total(), view)
                 initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
                 kernel = self.param("value", initial, (D, K, V))

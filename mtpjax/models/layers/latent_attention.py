@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, 2405.04434), expanded and absorbed, and its sparse indexer."""
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434) in expanded and absorbed form, with its sparse indexer."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ class Indexer(nn.Module):
         return matrix_product(x, weight, implementation=self.implementation)
 
     def key(self, x: jax.Array, view: View) -> jax.Array:
-        """Computes the keys `[B, T, I]` of `x [B, T, D]`: a LayerNorm (eps 1e-6), then rotary on the first channels."""
+        """Computes keys `[B, T, I]` from `x [B, T, D]`, with LayerNorm (eps 1e-6) and rotary on the first channels."""
         key = self._product(x, self.key_down).astype(jnp.float32)
         key = key - jnp.mean(key, axis=-1, keepdims=True)
         key = key * jax.lax.rsqrt(jnp.mean(key * key, axis=-1, keepdims=True) + 1e-6)
@@ -65,7 +65,7 @@ class Indexer(nn.Module):
             x: `[B, T, D]` input of the layer.
             query_latent: `[B, T, q_lora_rank]` normalised latent of the queries.
             keys: `[B, S, I]` index keys of each source, converted to x's dtype.
-            masks: `[B, T, S]` bool of each source.
+            masks: `[B, T, S]` bool mask of each source.
         """
         config = self.config
         J, width = config.index_n_heads, config.index_head_dim
@@ -100,12 +100,12 @@ class Indexer(nn.Module):
 class LatentAttention(nn.Module):
     """Latent attention, `[B, T, D] -> [B, T, D]`. Caches `latent [B, S, R + P]`.
 
-    An entry is the normalised latent (R) and one rotated key for all heads (P). There are two forms with the same
-    result. The expanded form computes every position's keys and values from the latents. The absorbed form applies the
-    two up-projections to the query and to the attended latent instead. `expanded` forces one form; None picks the one
-    with fewer operations.
+    An entry holds the normalised latent (R) and one rotated key for all heads (P). Two forms compute the same result.
+    The expanded form computes every position's keys and values from the latents. The absorbed form instead applies the
+    two up-projections to the query and to the attended latent. `expanded` forces one form; None picks the form that
+    needs fewer operations.
 
-    With a sparse indexer (DeepSeek-V3.2) a query attends only to the selected keys. A layer with an indexer selects
+    With a sparse indexer (DeepSeek-V3.2), a query attends only to the selected keys. A layer with an indexer selects
     them and also caches `index [B, S, I]`; a layer without an indexer uses the selection of the last indexer before it.
     """
 
@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
         R, P = config.kv_lora_rank, config.qk_rope_head_dim
         C, V = config.qk_nope_head_dim, config.v_head_dim
 
-        # 1. Queries and the latent.
+        # 1. Project to the queries and the latent.
         query, query_latent, latent = self._project(x, N)
         norm_scale = NormScale(R, name="norm_latent")()
         head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=2, out_axis=1, batch_axis=0)
@@ -188,9 +188,9 @@ class LatentAttention(nn.Module):
         return output, entries, selection
 
     def _project(self, x: jax.Array, N: int) -> tuple[PartialSums, jax.Array, PartialSums]:
-        """Projects to queries `[B, T, N, C + P]` and the latent `[B, T, R + P]`, both from x in one launch.
+        """Projects x to queries `[B, T, N, C + P]` and the latent `[B, T, R + P]`; the projections of x share a launch.
 
-        The second of the three results is the input of the query projection: the normalised query latent, or x.
+        The second of the three results is the input of the query projection, either the normalised query latent or x.
         """
         config, D = self.config, x.shape[-1]
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -237,7 +237,7 @@ class LatentAttention(nn.Module):
         return _by_head(attended[:, 0], value_up)
 
     def _new_entry(self, latent: jax.Array, norm_scale: jax.Array, view: View) -> jax.Array:
-        """Computes cache entries `[B, T, R + P]`: the normalised latent, and the rotated key of all heads."""
+        """Computes cache entries `[B, T, R + P]`, which hold the normalised latent and the rotated key of all heads."""
         config = self.config
         latent, k_rope = jnp.split(latent, [config.kv_lora_rank], axis=-1)
         latent = fused_norm(latent, norm_scale, eps=config.latent_norm_eps, implementation=self.implementation)
@@ -245,7 +245,7 @@ class LatentAttention(nn.Module):
         return jnp.concatenate([latent, k_rope], axis=-1)
 
     def _expands(self, T: int, *, cached: bool) -> bool:
-        """Returns whether to expand, which costs R(C+V) per key and head, but narrows each query from R+P to C+P."""
+        """Returns whether to expand. This costs R(C+V) per key and head, but narrows each query from R+P to C+P."""
         if self.expanded is not None:
             return self.expanded
         if is_batch_invariant():
@@ -254,7 +254,7 @@ class LatentAttention(nn.Module):
 
 
 def is_expanded_cheaper(config: ModelConfig, T: int) -> bool:
-    """Returns whether the expanded form takes fewer operations for a cached pass with T tokens per row."""
+    """Returns whether the expanded form needs fewer operations for a cached pass with T tokens per row."""
     R, P = config.kv_lora_rank, config.qk_rope_head_dim
     C, V = config.qk_nope_head_dim, config.v_head_dim
     return T * (2 * (R + P) - (C + P + V)) > R * (C + V)

@@ -1,4 +1,4 @@
-"""RMSNorm as modules; the arithmetic is `pallas_kernels.rms_norm` and `add_rms_norm`."""
+"""RMSNorm modules, which call `pallas_kernels.rms_norm` and `add_rms_norm`."""
 
 import flax.linen as nn
 import jax
@@ -10,12 +10,12 @@ from pallas_kernels.rms_norm import rms_norm
 
 
 def fused_norm(x: jax.Array, scale: jax.Array, *, implementation: str, **settings) -> jax.Array:
-    """Computes `rms_norm` in XLA, which fuses it with its neighbours, or in the kernel within `batch_invariant`."""
+    """Computes `rms_norm` in XLA, which fuses it with neighbouring ops, or with the kernel inside `batch_invariant`."""
     return rms_norm(x, scale, **settings, implementation=implementation if is_batch_invariant() else "xla")
 
 
 class NormScale(nn.Module):
-    """The parameter of `RMSNorm`: returns the scale `[width]`."""
+    """Declares the parameter of an `RMSNorm` and returns it, the scale `[width]`."""
 
     width: int
     zero_centred: bool = False
@@ -43,9 +43,9 @@ class RMSNorm(nn.Module):
 
 
 class AddRMSNorm(nn.Module):
-    """Adds an update to the residual stream and normalises it: returns the sum and its norm, both `[..., D]`.
+    """Adds an update to the residual stream; returns the sum and the normalised sum, both `[..., D]`.
 
-    Has the same parameter as `RMSNorm`. Without an update it only normalises; without a stream, the update is the
+    Has the same parameter as `RMSNorm`. Without an update it only normalises; without a stream, the update becomes the
     stream. Runs in one kernel or in XLA.
     """
 

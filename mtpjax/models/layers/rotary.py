@@ -1,4 +1,4 @@
-"""Rotary position embedding: half-split, interleaved or partial, with linear, YaRN or Llama 3.1 scaling."""
+"""Rotary position embedding (half-split, interleaved or partial) with linear, YaRN or Llama 3.1 scaling."""
 
 import math
 
@@ -11,7 +11,7 @@ from mtpjax.models.rope_scaling import LinearScaling, Llama3Scaling, Yarn
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Computes the angle per position of each rotated pair.
+    """Computes the angle by which each channel pair rotates per position.
 
     The angle is `theta^(-2j/dim)`. YaRN divides the slow pairs by `factor`, with a linear ramp between the pairs that
     turn `beta_fast` and `beta_slow` times over the original length (2309.00071, as DeepSeek-V3 computes it). Llama 3.1
@@ -48,7 +48,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rotary_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes cosines and sines `[B, T, P]` float32 of positions `[B, T]`, times YaRN's factor."""
+    """Computes cosines and sines `[B, T, P]` float32 for positions `[B, T]`, multiplied by YaRN's factor."""
     angles = positions[:, :, None].astype(jnp.float32) * inverse_frequencies(config)[None, None, :]
     yarn = config.rope_scaling
     ratio = yarn.rotation_factor if isinstance(yarn, Yarn) else 1.0

@@ -1,1 +1,1 @@
-"""The HTTP API: from bodies to engine requests, and from tokens to responses."""
+"""The HTTP API, which turns request bodies into engine requests, and tokens into responses."""

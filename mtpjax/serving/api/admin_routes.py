@@ -1,4 +1,4 @@
-"""Routes for the server and its tokenizer: settings, cache, aborts, tokenization."""
+"""Routes for the server's settings, the cache, aborts and tokenization."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def admin_router(server: ApiServer) -> APIRouter:
     @router.get("/server_info")
     @router.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
-        """Describes the server: its settings, its load, and the mean tokens per verification pass."""
+        """Returns the server's settings, its load, and the mean number of tokens per verification pass."""
         status = engine.status()
         or_none = lambda value: None if math.isnan(value) else value
         # SGLang's names where it has them.
@@ -58,8 +58,8 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
     async def abort_request(request: Request) -> dict[str, Any]:
-        """Aborts the client's request `rid`. `abort_all` aborts all requests, and needs the admin key, if any."""
-        values = (await server.read_body(request, "abort")).body  # also while the server stops
+        """Aborts the client's request `rid`. `abort_all` aborts all requests, and needs the admin key if set."""
+        values = (await server.read_body(request, "abort")).body  # also accepted while the server is stopping
         if values["abort_all"]:
             check_admin(request, settings)
             return {"num_aborted": server.client.abort()}

@@ -1,4 +1,4 @@
-"""The engine as seen by the routes: its interface, the running requests, and their events in the event loop."""
+"""Connects the routes to the engine, tracks the running requests, and passes events to the event loop."""
 
 import asyncio
 import collections
@@ -18,8 +18,8 @@ class Engine(Protocol):
     Attributes:
         max_length: maximum number of tokens in a text; a prompt must be shorter.
         max_requests: maximum number of running and waiting requests.
-        grammars: compiles the grammars of requests; None: grammars are not supported.
-        progress_at: time (`time.monotonic`) at which the device last answered, or work last arrived after a pause.
+        grammars: compiles the grammars of requests; None if grammars are not supported.
+        progress_at: time (`time.monotonic`) at which the device last answered or a pause last ended, if that is later.
     """
 
     max_length: int
@@ -32,7 +32,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str:
-        """The reason why the engine does not work, else "". `/health` then answers 503."""
+        """The reason why the engine does not work, or "" if it works. If there is a reason, `/health` returns 503."""
         ...
 
     def submit(self, request: Request, deliver: Deliver) -> int:
@@ -44,7 +44,7 @@ class Engine(Protocol):
 
         Raises:
             ValueError: the request is invalid.
-            QueueFull: the queue is full, or the engine shuts down.
+            QueueFull: the queue is full, or the engine is shutting down.
         """
         ...
 
@@ -66,8 +66,8 @@ class Engine(Protocol):
 class Mailbox:
     """Passes calls from other threads to an event loop.
 
-    Calls that arrive together wake the loop only once, because a wake-up is a system call, and a tick of the engine has
-    an event per request.
+    Calls that arrive together wake the loop only once, because a wake-up is a system call, and a tick of the engine
+    produces an event per request.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -99,7 +99,7 @@ class EngineClient:
     """State that all generations share.
 
     Attributes:
-        is_stopping: new requests get 503.
+        is_stopping: whether new requests get 503.
         running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is the digest of a
             client's key (`owner_of`), so clients with different keys may use the same name.
     """
@@ -117,7 +117,7 @@ class EngineClient:
         return self._mailbox
 
     def abort(self, name: str | None = None, owner: bytes | None = None) -> int:
-        """Aborts running requests, optionally only those of this name or owner; returns how many texts were aborted."""
+        """Aborts running requests, or only those with this name or owner. Returns the number of aborted texts."""
         chosen = [ids for key, ids in self.running.items() if owner in (None, key[0]) and name in (None, key[1])]
         ids = [request_id for each in chosen for request_id in each]
         for request_id in ids:

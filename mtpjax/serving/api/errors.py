@@ -1,6 +1,6 @@
 """Errors of the HTTP API, and checks of JSON values that raise them.
 
-Errors have OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. A `Field` declares the check of a value
+Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`. A `Field` declares how a value is checked,
 and its JSON schema.
 """
 
@@ -91,7 +91,7 @@ def out_of_memory(limit: int) -> ApiError:
 
 
 def log_fault(error: BaseException | str) -> ApiError:
-    """Logs a server fault under a new id, and returns the client's error, which holds only the id."""
+    """Logs a server fault under a new id, and returns an error for the client that contains only the id."""
     error_id = uuid.uuid4().hex
     LOGGER.error("internal error %s: %s", error_id, error, exc_info=error if isinstance(error, BaseException) else None)
     return ApiError(f"internal error {error_id}", status=500, code="internal_error")
@@ -99,12 +99,12 @@ def log_fault(error: BaseException | str) -> ApiError:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """An optional field. null counts as no value.
+    """An optional field; null means that it is not set.
 
     Attributes:
         kind: "integer", "number", "boolean" or "string".
         maximum: maximum value; for a string, the maximum length in characters.
-        is_above: `minimum` itself is not allowed.
+        is_above: whether the value must be above `minimum`, so that `minimum` itself is not allowed.
     """
 
     kind: str
@@ -170,7 +170,7 @@ def read_fields(fields: Mapping[str, Field], body: Body, prefix: str = "") -> di
 
 
 def check_text(value: Any, param: str, max_characters: int) -> str:
-    """Returns a string that UTF-8 can encode. Raises ApiError."""
+    """Returns the value if it is a string that UTF-8 can encode. Raises ApiError otherwise."""
     require(isinstance(value, str), f"{param} must be a string", param=param)
     if len(value) > max_characters:
         raise ApiError(f"{param} has {len(value)} characters; at most {max_characters} are allowed", param=param)
@@ -182,7 +182,7 @@ def check_text(value: Any, param: str, max_characters: int) -> str:
 
 
 def check_integer(value: Any, param: str) -> int:
-    """Returns an integer. Accepts 5.0, because JavaScript clients send it, but not true or "5"."""
+    """Returns the value as an integer. Accepts 5.0, because JavaScript clients send it, but not true or "5"."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -197,7 +197,7 @@ def check_list(value: Any, param: str, max_items: int) -> list[Any]:
 
 
 def check_tokens(values: list[Any], param: str, vocab_size: int) -> list[int]:
-    # A body may hold millions of tokens, so the usual case takes only a few passes in C.
+    # A body may contain millions of tokens, so the usual case takes only a few passes in C.
     if values and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocab_size:
         return values
     return [check_token(value, param, vocab_size) for value in values]
@@ -212,7 +212,7 @@ def check_token(value: Any, param: str, vocab_size: int) -> int:
 
 
 def short(value: Any) -> str:
-    """Describes a value for a message. Shows numbers, but only the type of other values: requests are confidential."""
+    """Describes a value in a message. Shows only the type unless it is a number, because requests are confidential."""
     if isinstance(value, int | float):
         # Formatting a number with thousands of digits would be slow.
         return str(value) if abs(value) < 10**18 else "a number beyond 10^18"

@@ -14,7 +14,7 @@ from mtpjax.serving.completion import Choice, Job, Update
 from mtpjax.serving.request import Delta, Finish
 
 BYTES_PER_TOKEN = 96  # a token, its draft level and its log-probability, as Python objects in lists
-MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have, as in vLLM
 
 
 class Generation:
@@ -25,7 +25,7 @@ class Generation:
         jobs: the texts.
         name: the HTTP request's id.
         owner: the client that sent the request, as in `EngineClient.running`.
-        max_bytes: maximum size of undelivered tokens; a stream's client may read too slowly.
+        max_bytes: maximum size of undelivered tokens, because a client may read its stream too slowly.
 
     Raises:
         ApiError: the engine rejects a request, or the server is stopping. In that case, no request runs.

@@ -13,7 +13,7 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 
 @dataclasses.dataclass(frozen=True)
 class GrammarField:
-    """A grammar that is not compiled yet, and the name of its field, for messages."""
+    """A grammar that has not been compiled yet, and the name of its field, for messages."""
 
     kind: GrammarKind
     source: str
@@ -21,7 +21,7 @@ class GrammarField:
 
 
 def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
-    """Reads the grammar of a request; None if no field sets one.
+    """Reads the grammar of a request. Returns None if no field sets one.
 
     Args:
         *bodies: JSON objects whose fields may set a grammar, each with the prefix for its field names in messages.
@@ -29,7 +29,7 @@ def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
     Raises:
         ApiError: a value is invalid, or there are several grammars.
     """
-    # The three APIs use different fields for a grammar: find all that are set, and allow only one.
+    # The three APIs use different fields for a grammar, so find all that are set, and allow only one.
     found = [
         grammar
         for body, prefix in bodies
@@ -42,7 +42,7 @@ def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
 
 
 def _read_schema(value: Any, param: str) -> GrammarField:
-    """Reads a JSON schema: an object, true, or JSON text."""
+    """Reads a JSON schema, given as an object, true, or JSON text."""
     if value == ANY_JSON or value is True:
         value = "true"
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Routes that report whether the server works: health, readiness, and a token from the device."""
+"""Routes that report whether the server works, accepts requests, and receives results from the device."""
 
 import asyncio
 import contextlib
@@ -48,11 +48,11 @@ def health_router(server: ApiServer) -> APIRouter:
 
     @router.get("/health_generate", response_class=Response)
     async def health_generate(request: Request) -> Response:
-        """Returns 200 if the device works: it has answered recently, or generates a token if no request runs."""
+        """Returns 200 if the device has answered recently or, when no request is running, generates a token."""
         check_health()
         status = engine.status()
         if status.num_running or status.num_waiting:
-            # A token would wait for the running requests, whose progress shows the same.
+            # A new token would wait for the running requests, and their progress already shows that the device works.
             check_progress()
             return Response()
         job = Job(EngineRequest(prompt=(0,), max_new_tokens=1, sampling=SamplingParams()))

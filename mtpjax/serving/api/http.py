@@ -1,4 +1,4 @@
-"""The HTTP layer below the routes: keys, body limits, disconnects, event streams, and error responses."""
+"""The HTTP layer below the routes, with API keys, body limits, disconnects, event streams and error responses."""
 
 import asyncio
 import contextlib
@@ -21,19 +21,19 @@ from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.request import QueueFull
 
 PART_BYTES = 1 << 16  # minimum size of the parts in which a body is kept
-CHECKS_PER_TIMEOUT = 4  # how often a stream's write is checked during its timeout
+CHECKS_PER_TIMEOUT = 4  # number of checks of a stream's write within its timeout
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
 
 
 class RequestGuard:
-    """Middleware around all routes: checks framing and keys, and converts unexpected exceptions to 500 responses.
+    """Middleware that checks framing and keys for all routes, and converts unexpected exceptions to 500 responses.
 
-    - Requests with an ambiguous length get 400: a proxy may read the same bytes as a different request.
+    - Requests with an ambiguous length get 400, because a proxy may read the same bytes as a different request.
     - Requests without a valid key get 401, before anything else reads them.
-    - After an exception, the connection stays open. A handler of `Exception` would close it: Starlette raises the
-      exception again after its response, and uvicorn then closes the connection, which may already carry the client's
-      next request.
+    - After an exception, the connection stays open. A handler for `Exception` would close it, because Starlette raises
+      the exception again after its response, and uvicorn then closes the connection, which may already carry the
+      client's next request.
     """
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
@@ -86,12 +86,12 @@ def owner_of(request: Request) -> bytes:
 
 
 def client_of(request: Request) -> Hashable:
-    """Identifies the client for fair scheduling: by its key, or by its address if it sends no key."""
+    """Identifies the client for fair scheduling by its key, or by its address if it sends no key."""
     return owner_of(request) or (request.client and request.client.host)
 
 
 def check_admin(request: Request, settings: ApiSettings) -> None:
-    """Raises ApiError if the server has admin keys and the request sends none: 403 with an ordinary key, else 401."""
+    """Raises ApiError if the server has admin keys and the request sends none (403 with an ordinary key, else 401)."""
     if not settings.admin_api_keys or request.scope["is_admin"]:
         return
     if not request.scope["has_key"]:
@@ -100,10 +100,10 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Rejects requests from other sites' web pages. Only routes without a body need it: browsers block the others.
+    """Rejects requests from other sites' web pages to routes without a body. Browsers block those to other routes.
 
     A different site can use a host name that resolves to this machine, so a page without a key passes only if its
-    origin is this server by IP address or as localhost. Raises ApiError with 403.
+    origin names this server by IP address or as localhost. Raises ApiError with 403.
     """
     origin = request.headers.get("origin")
     if origin is None or request.scope.get("has_key"):
@@ -254,7 +254,7 @@ class EventStream(Response):
 
 
 async def error_handler(request: Request, error: Exception) -> Response:
-    """Converts an exception that a route raises on purpose to a response."""
+    """Converts an exception that a route raises on purpose into a response."""
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, QueueFull):

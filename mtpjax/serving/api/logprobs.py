@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Formats log-probabilities as in OpenAI's completions and chats."""
 
 import dataclasses
 import functools
@@ -30,8 +30,8 @@ async def score_choice(
 ) -> TokenScores:
     """Collects the log-probabilities of a text that has ended.
 
-    The engine returns log-probabilities with the new tokens. Alternatives, and log-probabilities of the prompt, need an
-    additional pass over the whole text, by `score`.
+    The engine returns log-probabilities with the new tokens. Alternatives, and log-probabilities of the prompt, require
+    an additional pass over the whole text, which `score` runs.
     """
     if not num_top and not with_prompt:
         return TokenScores(choice.tokens, choice.logprobs)
@@ -60,11 +60,11 @@ class TextOffsets:
 
 
 def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
-    """Makes the `logprobs` object of a completion; `offsets` has counted the tokens before `scores`."""
+    """Makes the `logprobs` object of a completion. `offsets` must already include the tokens before `scores`."""
     text_of = _token_texts(tokenizer)
     top = None
     if scores.alternatives is not None:
-        # Tokens with the same text share a key: the most likely one keeps it.
+        # Tokens with the same text share a key, which the most likely token keeps.
         rows = [[(text_of(token), logprob) for token, logprob in row] for row in scores.alternatives]
         top = [dict(reversed(row)) if row else None for row in rows]
     return {

@@ -1,4 +1,4 @@
-"""OpenAI's routes: models, completions and chats."""
+"""OpenAI's routes for models, completions and chats."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -19,7 +19,7 @@ from mtpjax.serving.completion import Choice, Job, Update
 
 
 class OpenAIReply(Reply):
-    """Responses to completions and chats. A completion repeats the texts of its prompts if `texts` holds them."""
+    """Responses to completions and chats. A completion repeats its prompts if `texts` contains them."""
 
     def __init__(
         self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_chat: bool, texts: tuple[str, ...]
@@ -54,7 +54,7 @@ class OpenAIReply(Reply):
             counts = usage(generation.choices, self._values["n"]) if is_continuous else None
             return {**self._head(kind), "choices": [content], **({"usage": counts} if with_usage else {})}
 
-        # The start: the role of each answer, or the prompt.
+        # Start with the role of each answer, or with the prompt.
         offsets = [self._offsets(choice) for choice in generation.choices]
         for choice in generation.choices:
             if self._is_chat:
@@ -75,10 +75,10 @@ class OpenAIReply(Reply):
     def _delta(
         self, choice: Choice, fields: dict[str, Any], update: Update | None = None, offsets: TextOffsets | None = None
     ) -> dict[str, Any]:
-        """Makes the choice in a chunk.
+        """Makes the entry of `choices` in a chunk.
 
-        With `return_draft_levels`, a choice with new text has `draft_levels`: the text of each token with the level of
-        the draft that proposed it; 0 means that the trunk drew the token.
+        With `return_draft_levels`, a choice with new text has `draft_levels`, which list the text of each token and the
+        draft level that proposed it; level 0 means that the trunk drew the token.
         """
         logprobs = None
         if update is not None and update.logprobs and offsets is not None:
@@ -98,7 +98,7 @@ class OpenAIReply(Reply):
         return completion_logprobs(self._server.tokenizer, scores, offsets)
 
     def _reason(self, choice: Choice) -> dict[str, Any]:
-        """Returns why a text ended; `stop_reason` is the stop string or token of the request, as in vLLM."""
+        """Returns why a text ended. As in vLLM, `stop_reason` is the request's stop string or token, if any."""
         matched = choice.stream.matched if choice.finish else None
         is_end_of_text = matched in self._server.tokenizer.eos_token_ids
         return {
@@ -165,7 +165,7 @@ def openai_router(server: ApiServer) -> APIRouter:
 
 
 def _check_stream(values: dict[str, Any], param: str) -> None:
-    """Rejects log-probabilities that a stream does not support: they need an additional pass over the whole text."""
+    """Rejects log-probabilities that need an additional pass over the whole text, which a stream does not support."""
     if not values["stream"]:
         return
     if values[param]:

@@ -1,4 +1,4 @@
-"""Options of generation requests, with ranges and defaults: `options` checks bodies, `schemas` describes them."""
+"""Ranges and defaults of generation options, which `options` uses to check bodies and `schemas` to describe them."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 512
 MAX_STOP_TOKENS = 32  # including the model's end tokens; the engine compares each new token with all of them
 MAX_BIASES = 1024
-GREEDY_TEMPERATURE = 1e-5  # below, float32 logits divided by the temperature overflow
+GREEDY_TEMPERATURE = 1e-5  # below this temperature, float32 logits divided by it overflow
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 DEFAULT_GENERATE_TOKENS = 128  # SGLang's
 
@@ -45,7 +45,7 @@ _OPENAI = {
     "seed": _SEED,
     "stream": FLAG,
     "speculative": Field("boolean", default=True),
-    # Adds `draft_levels` to each choice in a stream: the text of each new token, and the draft level that proposed it.
+    # Adds `draft_levels` to each choice in a stream, with each new token's text and the draft level that proposed it.
     "return_draft_levels": FLAG,
 }
 COMPLETION = {
@@ -80,7 +80,7 @@ ABORT = {"rid": NAME, "abort_all": FLAG}
 TOKENIZE = {
     "model": NAME,
     "add_generation_prompt": Field("boolean", default=True),
-    "add_special_tokens": ADD_SPECIAL_TOKENS,  # for a text; in a conversation, the template writes them
+    "add_special_tokens": ADD_SPECIAL_TOKENS,  # for a text; in a conversation, the chat template adds them
     "reasoning_effort": NAME,
 }
 DETOKENIZE = {"model": NAME}

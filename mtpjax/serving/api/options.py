@@ -33,8 +33,8 @@ class Options:
     """The generation options of a request.
 
     Attributes:
-        max_new_tokens: maximum number of new tokens; None: as many as fit.
-        is_explicit: the request sets `max_new_tokens`, so that all of them must fit.
+        max_new_tokens: maximum number of new tokens; None means as many as fit.
+        is_explicit: whether the request sets `max_new_tokens`, so that all of them must fit.
         sampling: the sampling parameters, without a seed.
         seed: seed of the first choice; each further choice adds 1.
         stop: stop strings.
@@ -68,7 +68,7 @@ class Options:
             prompts: token ids.
             limits: limits of the model and the server.
             salt: only requests with the same salt share pages.
-            param: the field with the prompts, for messages.
+            param: name of the field with the prompts, for messages.
             grammar: the compiled grammar.
 
         Raises:
@@ -80,9 +80,7 @@ class Options:
             raise ApiError(f"a request is limited to {count_of(limits.max_requests, 'text')}, got {texts}", param="n")
         # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
-            message = (
-                f"the request has {texts}; the server holds at most {limits.max_queued} at the same time: send fewer"
-            )
+            message = f"the request has {texts}, but the server holds at most {limits.max_queued} at once; send fewer"
             raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than the previous choice's.
         jobs = []
@@ -169,7 +167,7 @@ def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = ""
             continue
         advice = ""
         if name == "tools" and "messages" in body:
-            # The template writes tools, but the server does not parse calls from answers.
+            # The template can show tools to the model, but the server does not parse tool calls in answers.
             if body.get("tool_choice") == "none":
                 continue
             advice = ", because tool calls are not parsed; tool_choice none only shows the tools to the model"
@@ -236,7 +234,7 @@ def _logit_bias(bias: Body, vocab_size: int, param: str) -> dict[int, float] | N
         raise ApiError(f"{param} has {len(bias)} entries; at most {tables.MAX_BIASES} are allowed", param=param)
     checked = {}
     for name, value in bias.items():
-        # JSON's keys are strings.
+        # JSON keys are strings.
         is_number = name.isascii() and name.removeprefix("-").isdigit() and len(name) < 20
         token = check_token(int(name) if is_number else name, param, vocab_size)
         checked[token] = tables.BIAS.check(value, param)

@@ -1,4 +1,4 @@
-"""The server's web page with its live state and a chat, and the JSON that it reads."""
+"""The server's web page, which shows the live state and a chat, and the JSON that the page reads."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ FILES = {
     "/page.js": ("page.js", "text/javascript"),
 }
 HEADERS = {
-    # Allows only this server's scripts, styles and requests, and nothing inline: a model's text can never become code.
+    # Allows only this server's scripts, styles and requests, and nothing inline, so a model's text never becomes code.
     "Content-Security-Policy": "default-src 'self'; img-src data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -37,7 +37,7 @@ class TokenRate:
         self._samples: collections.deque[tuple[float, int]] = collections.deque()
 
     def read(self, now: float, num_tokens: int) -> float | None:
-        """Takes a token count and its monotonic time. Returns None until two samples are far enough apart."""
+        """Records a token count at time `now`. Returns the rate, or None until two samples are far enough apart."""
         while self._samples and self._samples[0][0] < now - RATE_SECONDS:
             self._samples.popleft()
         if not self._samples:
@@ -50,7 +50,7 @@ class TokenRate:
 
 
 def page_router(server: ApiServer) -> APIRouter:
-    """Makes the routes of the page. The page and its files need no key; its data does."""
+    """Makes the routes of the page. The page and its files need no key, but its data does."""
     router, rate = APIRouter(), TokenRate()
 
     @router.get("/status.json")

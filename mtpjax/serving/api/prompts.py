@@ -1,4 +1,4 @@
-"""Reads the prompts of a request: texts, token ids or a conversation."""
+"""Reads the prompts of a request, which are texts, token ids or a conversation."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ def read_prompts(
 
     Args:
         value: a text, a list of texts, a list of token ids, or a list of such lists.
-        param: the field, for messages.
-        add_special_tokens: add the tokenizer's special tokens, such as a beginning-of-text token.
+        param: name of the field, for messages.
+        add_special_tokens: whether to add the tokenizer's special tokens, such as a beginning-of-text token.
 
     Raises:
         ApiError: the value has a different form, is empty, or exceeds a limit.
@@ -128,7 +128,7 @@ def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
 
 
 def _message(message: Any, param: str, size: _Size) -> dict[str, Any]:
-    """Returns a message with its known fields; the chat template checks their forms."""
+    """Returns a message with its known fields, whose form only the chat template checks."""
     require(isinstance(message, dict), f"{param} must be an object", param=param)
     role = message.get("role")
     require(role in ROLES, f"{param}.role must be one of {_ROLE_LIST}", param=f"{param}.role")

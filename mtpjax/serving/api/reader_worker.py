@@ -1,4 +1,4 @@
-"""The process that reads the bodies of requests; `readers` runs it as a script. Does not import JAX."""
+"""The process that reads request bodies. `readers` runs it as a script, and it does not import JAX."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 
 def main() -> None:
-    """Reads requests from standard input: a line with kind and size, then a body. Writes one line of JSON for each."""
-    # Ctrl-C reaches every process of the terminal; the server decides when this one ends.
+    """Reads a line with kind and size, and then a body, for each request on stdin. Answers each with a line of JSON."""
+    # Ctrl-C reaches every process of the terminal, but the server decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Other output must not be mistaken for an answer.
     answers = os.dup(sys.stdout.fileno())
@@ -36,14 +36,14 @@ def main() -> None:
         raw = source.read(int(size))
         source.readline()
         if kind == b"start":
-            # Unpickling imports the reader's modules, before memory is limited.
+            # Unpickle before memory is limited, because unpickling imports the reader's modules.
             (reader, limits, niceness), answer = pickle.loads(raw), {}
             os.nice(niceness)
             _limit_memory(limits.memory)
         elif limits is None:
             answer = {"is_new": True}
         else:
-            # Without a handler the signal ends the process, even during a long computation.
+            # Without a handler, the signal ends the process, even during a long computation.
             signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
             answer = _read(reader, kind.decode(), raw, limits.memory)
         line = memoryview(json.dumps(answer).encode() + b"\n")
@@ -76,7 +76,7 @@ def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
 
 
 def _memory_in_use() -> int:
-    """Returns the resident memory of this process in bytes; without /proc, its peak."""
+    """Returns the resident memory of this process in bytes, or its peak if there is no /proc."""
     with contextlib.suppress(OSError):
         # Not `ru_maxrss`: on Linux, children inherit the peak of a large parent.
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

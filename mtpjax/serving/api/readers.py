@@ -1,8 +1,8 @@
 """Reads request bodies outside the event loop, in a few processes, with limits and fairness between clients.
 
-Parsing, checks, chat templates and tokenizing take time that grows with the size of a body. A thread would hold
-Python's lock, and so block the event loop and the engine, during each of these steps; and a thread cannot be stopped.
-One process reads only small bodies, so that they never wait for large ones.
+Parsing, checks, chat templates and tokenizing take time that grows with the size of a body. A thread cannot be stopped,
+and it would hold Python's lock during each of these steps, which would block the event loop and the engine. One process
+reads only small bodies, so that they never wait for large ones.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from mtpjax.serving.api.turns import ReadQueue
 from mtpjax.worker_process import WorkerEnded, WorkerProcess
 
 SMALL_BODY_BYTES = 1 << 14
-START_SECONDS = 60.0  # for a process to start: imports, and a tokenizer
+START_SECONDS = 60.0  # for a process to start, which includes imports and loading a tokenizer
 LARGE_NICENESS = 10  # niceness of the processes for large bodies
 _SCRIPT = str(pathlib.Path(__file__).with_name("reader_worker.py"))
 _MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends this way when memory runs out
@@ -39,7 +39,7 @@ class ReadLimits:
     Attributes:
         answer_seconds: time until an answer must arrive; a process that is busy reaches `cpu_seconds` earlier.
         cpu_seconds: CPU time.
-        memory: address space of a process, in bytes.
+        memory: maximum address space of a process, in bytes.
     """
 
     answer_seconds: float = 40.0
@@ -52,11 +52,11 @@ class Readers:
 
     Args:
         reader: reads a body as `BodyReader.read` does; must be picklable if there are processes.
-        num_workers: number of processes, at least 2; 0: two threads of this process do the same.
+        num_workers: number of processes, at least 2; with 0, two threads of this process read the bodies instead.
         limits: limits for one body, in a process.
 
     Raises:
-        ValueError: `num_workers` is 1: small bodies would wait for large ones.
+        ValueError: `num_workers` is negative, or is 1, so that small bodies would wait for large ones.
     """
 
     def __init__(self, reader: Any, num_workers: int, limits: ReadLimits = ReadLimits()):
@@ -80,7 +80,7 @@ class Readers:
         """Reads a body when it is the client's turn.
 
         Args:
-            kind: kind of the request, a key of `reading.KINDS`.
+            kind: kind of the request (a key of `reading.KINDS`).
             parts: the body. They are not joined here, because copying a large body would block the event loop.
             client: the client that sent the request. Clients with many or large requests do not delay other clients.
 
@@ -128,13 +128,13 @@ class Readers:
 
     def _run(self, worker: Any, client: Hashable, item: tuple[Callable, concurrent.futures.Future]) -> None:
         work, result = item
-        answer: Reading | BaseException | None = None  # None: the request was cancelled
+        answer: Reading | BaseException | None = None  # None if the request was cancelled
         if result.set_running_or_notify_cancel():
             try:
                 answer = work(worker)
             except BaseException as error:
                 answer = error
-        # Mark the worker idle before its answer arrives: a client that sends one body after another needs one process.
+        # Mark the worker idle before its answer arrives, so that a client that sends bodies in turn needs one worker.
         with self._lock:
             self._queue.finish(client)
             self._idle.add(worker)
@@ -146,7 +146,7 @@ class Readers:
 
 
 class _Thread:
-    """Reads in the calling thread: the simple reference for `_Process`."""
+    """Reads in the calling thread, as a simple reference for `_Process`."""
 
     def __init__(self, reader: Any):
         self._reader = reader
@@ -179,7 +179,7 @@ class _Process:
             try:
                 return self._read(kind, parts)
             except WorkerEnded as ended:
-                # These signals come from its limits. Otherwise something else stopped or killed it: try again.
+                # These signals come from the limits. Otherwise, something else ended the process, so try again.
                 if self._is_killed or (ended.code is not None and -ended.code in (signal.SIGPROF, *_MEMORY_SIGNALS)):
                     raise
                 _log.warning("a process that reads requests was replaced: %s", ended)

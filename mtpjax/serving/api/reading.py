@@ -1,4 +1,4 @@
-"""Reads and checks request bodies: all work that grows with the size of a body.
+"""Reads and checks request bodies, which is all the work that grows with the size of a body.
 
 A `BodyReader` runs in a separate process (`readers`), and returns a `Reading` of limited size.
 """
@@ -26,7 +26,7 @@ from mtpjax.serving.api.reading_result import Reading
 from mtpjax.serving.api.settings import Limits
 
 MAX_VALUES = 1 << 17  # JSON values in a body, excluding the token ids of prompts
-MAX_OPTION_BYTES = 1 << 18  # JSON in a body, excluding prompts, messages and tools; a grammar may take 64 kB
+MAX_OPTION_BYTES = 1 << 18  # JSON in a body, excluding prompts, messages and tools; a grammar may have 64 kB
 # Fields that the event loop does not need; they have separate limits.
 _PROMPT_FIELDS = ("prompt", "text", "input_ids", "tokens")
 _READ_FIELDS = (*_PROMPT_FIELDS, "messages", "tools", "chat_template_kwargs")
@@ -41,7 +41,7 @@ class BodyReader:
     strict_fields: bool
 
     def read(self, kind: str, raw: bytes) -> Reading:
-        """Reads a body of this kind, a key of `KINDS`. Raises ApiError."""
+        """Reads a body whose `kind` is a key of `KINDS`. Raises ApiError."""
         body = parse_body(raw)
         _check_values(body)
         fields, read = KINDS[kind]
@@ -60,14 +60,14 @@ class BodyReader:
         special = values["add_special_tokens"]
         prompts = read_prompts(self.tokenizer, body.get("prompt"), "prompt", self.limits, add_special_tokens=special)
         reading = self._reading(body, options, prompts, "prompt")
-        # With echo the prompt's text comes first, also for prompts of token ids.
+        # With `echo`, the response starts with the prompt's text, even if the prompt was given as token ids.
         texts = [self._decode(prompt, "prompt") for prompt in prompts] if values["echo"] else []
         return dataclasses.replace(reading, texts=tuple(texts))
 
     def _generate(self, body: Body) -> Reading:
         values, options = read_generate(body, self.limits)
         given = [name for name in ("text", "input_ids") if body.get(name) is not None]
-        require(len(given) == 1, "give either text or input_ids", param="text")
+        require(len(given) == 1, "exactly one of text and input_ids is required", param="text")
         param, value = given[0], body[given[0]]
         special = values["add_special_tokens"]
         prompts = read_prompts(self.tokenizer, value, param, self.limits, add_special_tokens=special)
@@ -125,7 +125,7 @@ KINDS: dict[str, tuple[Mapping[str, Field], Callable[[BodyReader, Body], Reading
 
 
 def _check_values(body: Body) -> None:
-    """Limits the values in a body. Prompts do not count: lists of token ids are checked in a few passes."""
+    """Limits the values in a body, excluding prompts, because lists of token ids are checked in a few passes."""
     num_values, open_values = 0, [{name: value for name, value in body.items() if name not in _PROMPT_FIELDS}]
     while open_values:
         value = open_values.pop()

@@ -13,9 +13,9 @@ class Reading:
     Attributes:
         body: the JSON object without prompts, messages and tools. Its size is limited.
         prompts: token ids of each prompt.
-        texts: texts of the prompts, if the response repeats them; or the body of the response.
-        param: the field with the prompts.
-        is_batch: the prompts were given as a list, even if it has only one entry.
+        texts: the prompts' texts if the response repeats them, or the complete body of the response.
+        param: name of the field with the prompts.
+        is_batch: whether the prompts were given as a list, even if the list has only one entry.
     """
 
     body: dict[str, Any]

@@ -1,4 +1,4 @@
-"""JSON schemas of the bodies, for `/openapi.json`."""
+"""JSON schemas of the request bodies, for `/openapi.json`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

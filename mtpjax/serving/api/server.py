@@ -31,9 +31,9 @@ from mtpjax.version import __version__
 
 DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
-QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; slower grammars wait for each other, and do not delay quick ones
+QUICK_GRAMMAR_SECONDS = 0.25  # CPU time limit; slower grammars wait for each other, and do not delay quick ones
 GRAMMAR_WAIT_SECONDS = 60.0  # maximum wait for a grammar's turn
-GRAMMAR_SECONDS = 90.0  # from its turn on, regardless of llguidance's limits
+GRAMMAR_SECONDS = 90.0  # time limit from its turn on, regardless of llguidance's limits
 SLOW_GRAMMARS = 2  # maximum number that compile at the same time
 
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class ApiServer:
-    """State of the API.
+    """The state of the API, which all routes share.
 
     Attributes:
         client: the engine and the running requests.
@@ -90,11 +90,11 @@ class ApiServer:
         """Compiles a request's grammar outside the event loop.
 
         Args:
-            field: the grammar; None: the request does not have one.
+            field: the grammar; None if the request has no grammar.
             client: the client that sent the request. Clients with many grammars do not delay other clients.
 
         Raises:
-            ApiError: it is invalid or takes too long, or too many other grammars are waiting.
+            ApiError: the grammar is invalid or takes too long, or too many other grammars are waiting.
         """
         if field is None:
             return None
@@ -119,7 +119,7 @@ class ApiServer:
                 await turns.take(client)
         except TimeoutError as error:
             raise server_busy() from error
-        # The slot is freed when the thread ends, which cannot be stopped. The time limit excludes the wait.
+        # The thread cannot be stopped, so the slot is freed when it ends. The time limit excludes the wait for a turn.
         mailbox, running = self.client.mailbox(), self._submit(self._grammar_threads, work)
         running.add_done_callback(lambda _: mailbox.post(turns.release, client))
         async with asyncio.timeout(GRAMMAR_SECONDS):
@@ -141,7 +141,7 @@ class ApiServer:
             while self.client.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
         finally:
-            # Neither must threads, for which Python waits at exit: end the processes whose answers they wait for.
+            # Python waits for threads at exit, so end the processes whose answers they wait for.
             self._is_closed = True
             for threads in (self._grammar_threads, self._score_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -187,7 +187,7 @@ class Reply(abc.ABC):
         """Waits for the texts and returns the body of the response."""
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Runs the texts, and aborts them if the client disconnects. Returns a stream if the request sets `stream`.
+        """Generates the texts, and aborts them if the client disconnects. Returns a stream if the request asks for one.
 
         Raises:
             ApiError: the engine rejects a text, or a text ends with an error.
@@ -197,7 +197,7 @@ class Reply(abc.ABC):
         if server.prepare is not None:
             await server.prepare([job.request for job in self._jobs])
         if self._values["stream"]:
-            # Submit before the status is sent, so that a full queue is still a 429.
+            # Submit before the status is sent, so that the response to a full queue is still a 429.
             max_bytes, timeout = server.settings.max_buffer_bytes, server.settings.write_timeout
             generation = Generation(server.client, self._jobs, self._id, owner=owner, max_bytes=max_bytes)
             return EventStream(self._events(generation), write_timeout=timeout, on_close=generation.close)

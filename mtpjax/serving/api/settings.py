@@ -10,21 +10,21 @@ class ApiSettings:
 
     Attributes:
         model_name: the name that clients see.
-        model_aliases: further names that requests may use.
-        api_keys: requests need one of them as bearer token; empty: no key is needed.
-        admin_api_keys: `/flush_cache`, and `/abort_request` with `abort_all`, need one of them; they are valid for
-            every other route too. Empty: ordinary keys are enough.
+        model_aliases: additional names that requests may use.
+        api_keys: requests need one of these keys as a bearer token; if empty, they need no key.
+        admin_api_keys: `/flush_cache`, and `/abort_request` with `abort_all`, need one of these keys, which are valid
+            for every other route too. If empty, ordinary keys are enough.
         open_paths: paths that need no key. The page itself is open, but its data needs a key.
         max_body_bytes: larger bodies get 413.
-        max_prompt_characters: maximum length of a prompt; None: 64 per token of the longest text.
-        max_requests: maximum number of texts in one request: prompts times `n`.
-        body_timeout: seconds in which a body must arrive.
+        max_prompt_characters: maximum length of a prompt; None means 64 per token of the longest text.
+        max_requests: maximum number of texts in one request (prompts times `n`).
+        body_timeout: seconds within which a body must arrive.
         write_timeout: seconds after which a client that does not read its stream is disconnected.
         max_buffer_bytes: maximum size of undelivered tokens per stream.
         template_variables: variables of the chat template that requests may set.
-        num_readers: processes that parse, check and tokenize bodies, at least 2; 0: threads of this process, which
+        num_readers: processes that parse, check and tokenize bodies, at least 2; 0 uses threads of this process, which
             tokenizers from other packages always use.
-        strict_fields: reject unknown fields with 400.
+        strict_fields: whether to reject unknown fields with 400.
         server_info: settings that `/server_info` shows.
     """
 

@@ -17,7 +17,7 @@ from mtpjax.serving.completion import Choice, Job
 
 
 class GenerateReply(Reply):
-    """Responses to `/generate`: lists if `is_list`, which means that the request has several prompts or choices."""
+    """Responses to `/generate`. They are lists if `is_list`, because the request has several prompts or choices."""
 
     def __init__(self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_list: bool):
         super().__init__(server, values, jobs, "gen")
@@ -29,7 +29,7 @@ class GenerateReply(Reply):
 
     async def _events(self, generation: Generation) -> AsyncGenerator[Any, None]:
         async for update in generation.updates():
-            # Each event has the whole text so far.
+            # Each event contains the whole text so far.
             if update.tokens or update.choice.finish:
                 body = self._body(update.choice, generation)
                 yield {**body, "index": update.choice.index} if self._is_list else body
@@ -39,7 +39,7 @@ class GenerateReply(Reply):
         seconds = time.monotonic() - generation.started
         info = meta_info(self._id, choice, seconds, self._server.settings.model_name)
         body = {"text": choice.text, "meta_info": info}
-        # The lists of tokens come once, at the end: in every event they would take quadratic time.
+        # The lists of tokens are sent only at the end, because sending them in every event would take quadratic time.
         if choice.finish:
             body["output_ids"] = choice.tokens
             if choice.request.logprobs:
@@ -53,7 +53,7 @@ def generate_router(server: ApiServer) -> APIRouter:
 
     @router.post("/generate", openapi_extra=schemas.GENERATE)
     async def generate(request: Request) -> Response:
-        """Continues texts. In a stream, each event has the whole text so far."""
+        """Continues texts. In a stream, each event contains the whole text so far."""
         reading = await server.read_body(request, "generate")
         values, options = read_generate(reading.body, limits)
         grammar, salt = await server.compile_grammar(options.grammar, client_of(request)), owner_of(request)

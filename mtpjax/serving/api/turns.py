@@ -1,4 +1,4 @@
-"""Fairness between clients: many requests from one client do not delay other clients."""
+"""Fairness between clients, so that many requests from one client do not delay other clients."""
 
 import asyncio
 import collections
@@ -10,7 +10,7 @@ MAX_WAITING_BYTES = 256 << 20  # total size of their bodies
 
 
 class FairQueue:
-    """A queue that takes the oldest item of each client in turn; clients with running items come last.
+    """A queue that returns the oldest item of each client in turn. Clients with running items come last.
 
     Args:
         running: number of items that were taken and have not finished, by client. Queues may share it.
@@ -68,12 +68,12 @@ class Turns:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._queue.discard(client, turn)
-            else:  # the slot came at the same time
+            else:  # the slot was granted at the same time
                 self.release(client)
             raise
 
     def release(self, client: Hashable) -> None:
-        """Gives a client's slot back."""
+        """Frees a client's slot."""
         self._queue.finish(client)
         self._num_free += 1
         self._start_next()

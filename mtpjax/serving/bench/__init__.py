@@ -1,1 +1,1 @@
-"""`mtpjax bench-serving`: a benchmark over HTTP. Works with any OpenAI-compatible server; imports no JAX, no engine."""
+"""`mtpjax bench-serving`, an HTTP benchmark for any OpenAI-compatible server. Imports neither JAX nor the engine."""

@@ -1,4 +1,4 @@
-"""The routes that a benchmark can use: how to write a request for each, and how to read its events."""
+"""The routes that a benchmark can use, with functions that write a request for each route and read its events."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class RequestFailedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One event of a stream. Counts are totals of the request so far; None: not in the event.
+    """One event of a stream. Counts are the request's totals so far, or None if the event does not contain them.
 
     Attributes:
         text: new text, or all text so far if the route's `text_is_cumulative`.
@@ -42,8 +42,8 @@ class Backend:
         path: path of its URL.
         write: makes the body. Takes the request, the model name, and whether to stream and to ignore end tokens.
         read: reads an event, or the whole answer if it was not streamed.
-        text_is_cumulative: events repeat the text of the events before them.
-        accepts_tokens: a prompt may be token ids.
+        text_is_cumulative: whether each event repeats the text of the events before it.
+        accepts_tokens: whether a prompt may be token ids.
     """
 
     path: str
@@ -73,7 +73,7 @@ def _read_generate(event: dict[str, Any]) -> Update:
 def _write_openai(request: BenchRequest, model: str, stream: bool, ignore_eos: bool) -> dict[str, Any]:
     """Writes the fields of both OpenAI routes."""
     body: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": stream}
-    # Chunks hold several tokens, so counting them is not enough: request a token count in each.
+    # A chunk may contain several tokens, so counting chunks is not enough; request a token count in each.
     if stream:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     # OpenAI's API has no `ignore_eos`, so a server may reject even a false one.
@@ -91,7 +91,7 @@ def _write_chat(request: BenchRequest, *rest: Any) -> dict[str, Any]:
 
 
 def _read_openai(event: dict[str, Any]) -> Update:
-    # The last chunk has the usage and no choice. Chat streams "delta" and answers with "message".
+    # The last chunk has the usage and no choice. A chat has a "delta" in each chunk, or a "message" without streaming.
     choice = (event.get("choices") or [{}])[0]
     message = choice.get("delta") or choice.get("message") or {}
     text = choice.get("text") or (message.get("reasoning_content") or "") + (message.get("content") or "")

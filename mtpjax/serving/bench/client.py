@@ -1,4 +1,4 @@
-"""The client of a benchmark: sends requests and records when their tokens arrive."""
+"""The client of a benchmark, which sends requests and records when their tokens arrive."""
 
 import contextlib
 import json
@@ -31,15 +31,15 @@ class Client:
         ignore_eos: bool = True,
         extra_body: dict[str, Any] | None = None,
     ):
-        """Makes a client that has sent nothing yet.
+        """Makes a client without sending anything yet.
 
         Args:
             url: the server, without the route.
             backend: the route for requests.
-            model: the model's name; empty: the first one that the server lists.
+            model: the model's name; if empty, the first name that the server lists.
             headers: HTTP headers to send with every request.
-            stream: request tokens as a stream.
-            ignore_eos: ask for exactly `max_new_tokens` tokens, past any end-of-text token.
+            stream: whether to request tokens as a stream.
+            ignore_eos: whether to request exactly `max_new_tokens` tokens, past any end-of-text token.
             extra_body: merged into every body.
 
         Raises:
@@ -51,7 +51,7 @@ class Client:
         self._stream, self._ignore_eos, self._extra = stream, ignore_eos, extra_body or {}
 
     async def __aenter__(self) -> "Client":
-        """Checks that a server responds, else raises ConnectionError, and requests the model's name."""
+        """Requests the model's name. Raises ConnectionError if no server responds."""
         import httpx
 
         try:
@@ -74,7 +74,7 @@ class Client:
         await self._connections.open(count)
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """Returns the token ids of a text, by `POST /tokenize`; None if the server has no such route."""
+        """Returns a text's token ids from `POST /tokenize`, or None if the server does not have this route."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         content = await self._ask("POST", "/tokenize", json=body)
         try:
@@ -83,12 +83,12 @@ class Client:
             return None
 
     async def flush_cache(self) -> bool:
-        """Empties the server's prefix cache, by `POST /flush_cache`. Returns whether that worked."""
+        """Empties the server's prefix cache with `POST /flush_cache`. Returns whether that worked."""
         return await self._ask("POST", "/flush_cache") is not None
 
     async def speculation_counts(self) -> tuple[float, float] | None:
-        """Returns the server's verification passes and accepted drafts since its start; None if not reported."""
-        # Names as vLLM has them, with any prefix; `mtpjax serve` may export the same count under two prefixes.
+        """Returns the server's verification passes and accepted drafts since its start, or None if not reported."""
+        # Match vLLM's names with any prefix, but use only the first, because `mtpjax serve` may use two prefixes.
         pattern = r"^(\w+):spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? (\S+)"
         found = re.findall(pattern, await self._ask("GET", "/metrics") or "", re.MULTILINE)
         sums = {"drafts": 0.0, "accepted_tokens": 0.0}
@@ -98,7 +98,7 @@ class Client:
         return (sums["drafts"], sums["accepted_tokens"]) if found else None
 
     async def _ask(self, method: str, path: str, **settings: Any) -> str | None:
-        """Returns the response of an optional route; None if it fails."""
+        """Returns the response of an optional route, or None if the request fails."""
         import httpx
 
         try:
@@ -109,7 +109,7 @@ class Client:
         return response.text if response.is_success else None
 
     async def send(self, request: BenchRequest, extra_body: dict[str, Any] | None = None) -> Outcome:
-        """Sends a request, merged with `extra_body`, and waits for its end. Failures are part of the outcome."""
+        """Sends a request, merged with `extra_body`, and waits for its end. The outcome records failures."""
         import httpx
 
         body = self._backend.write(request, self.model, self._stream, self._ignore_eos)
@@ -130,14 +130,14 @@ class Client:
         return outcome
 
     async def _read(self, response: "httpx.Response", outcome: Outcome) -> None:
-        """Reads an answer into the outcome. Raises `RequestFailedError` if it is an error."""
+        """Reads an answer into the outcome. Raises `RequestFailedError` if the answer is an error."""
         if not response.is_success:
             content = (await response.aread()).decode(errors="replace")
             raise RequestFailedError(f"HTTP {response.status_code}: {_error_message(content)}")
         reader = AnswerReader(outcome, text_is_cumulative=self._backend.text_is_cumulative)
         if self._stream:
             async for line in response.aiter_lines():
-                # Take the time first, because parsing takes time too.
+                # Read the clock first, because parsing takes time too.
                 now = time.perf_counter()
                 if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
                     reader.add(now, read_event(self._backend, json.loads(data)))
@@ -156,7 +156,7 @@ def _error_message(content: str) -> str:
 
 
 def merge(body: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns a body with added fields: objects within objects are merged, everything else is replaced."""
+    """Returns a body with added fields. Nested objects are merged, and all other values are replaced."""
     merged = dict(body)
     for key, value in extra.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -1,6 +1,6 @@
 """Connections to a server, opened before the measurement.
 
-One `httpx` client with a pool for all requests would be simpler. But its pool looks at every connection for every
+One `httpx` client with a pool for all requests would be simpler, but its pool looks at every connection for every
 request, which adds to the time to first token when many requests run at once.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_SECONDS = 10.0
-# Servers close idle connections after some seconds, uvicorn after 5. Closing them earlier avoids failed requests.
+# Servers close idle connections after a few seconds (uvicorn after 5). Closing them earlier avoids failed requests.
 IDLE_SECONDS = 3.0
 MAX_OPENED = 256  # connections opened ahead of a run
 
@@ -42,7 +42,7 @@ class Connections:
 
     @contextlib.asynccontextmanager
     async def use(self) -> "AsyncIterator[httpx.AsyncClient]":
-        """Lends a connection: the one used last, or a new one if all are in use."""
+        """Lends the free connection that was used last, or a new one if all are in use."""
         connection = self._free.pop() if self._free else self._make()
         try:
             yield connection
@@ -50,7 +50,7 @@ class Connections:
             self._free.append(connection)
 
     async def open(self, count: int) -> None:
-        """Opens connections, so that requests do not wait for them. Ignores failures: the requests will see them."""
+        """Opens connections, so that requests do not wait for them. Ignores failures, which requests will report."""
         import httpx
 
         async def ask() -> None:

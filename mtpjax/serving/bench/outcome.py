@@ -1,4 +1,4 @@
-"""The outcome of one request of a benchmark: arrival times of its tokens, and the server's counts."""
+"""The outcome of one benchmark request, with the arrival times of its tokens and the server's counts."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ class Outcome:
         num_prompt_tokens: tokens of the prompt, as the server counts them.
         num_verify_steps: verification passes; 0 if the server does not report them.
         accept_length: tokens per verification pass; None if the server does not report it.
-        error: one line if it failed, else empty.
+        error: one line if the request failed, otherwise empty.
     """
 
     request: BenchRequest
@@ -69,7 +69,7 @@ class AnswerReader:
             self._texts.append(update.text)
         if update.num_new_tokens is not None:
             self._counts.append((now, update.num_new_tokens))
-        # Numbers for the whole request: the last event that has one counts.
+        # These numbers describe the whole request, so the last reported value of each one counts.
         outcome.num_prompt_tokens = update.num_prompt_tokens or outcome.num_prompt_tokens
         outcome.num_verify_steps = update.num_verify_steps or outcome.num_verify_steps
         outcome.accept_length = update.accept_length or outcome.accept_length
@@ -77,7 +77,7 @@ class AnswerReader:
     def close(self) -> None:
         """Completes the outcome after the last event."""
         self._outcome.text = "".join(self._texts)
-        # Servers without running counts report only the total, at the end: spread it over the events with text.
+        # Servers without running counts report only the total at the end, so spread it over the events with text.
         counts, num_events = self._counts, len(self._times_of_text)
         if len(counts) == 1 and num_events:
             total = counts[0][1]

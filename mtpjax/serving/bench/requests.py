@@ -14,7 +14,7 @@ async def word_requests(client: Client, count: int, lengths: RandomLengths, *, s
     """Makes requests from random tokens of common words, because other ids include rare and special tokens.
 
     Raises:
-        UsageError: the server does not tokenize.
+        UsageError: the server cannot tokenize.
     """
     token_ids = await client.tokenize(" ".join(WORDS.split()))
     if not token_ids:
@@ -33,8 +33,8 @@ async def file_requests(
         client: the client, whose server counts the tokens of replies.
         path: the file.
         count: number of requests; fewer if the file has fewer.
-        max_new_tokens: maximum new tokens; None: as many as the file's reply has, or 256.
-        categories: only prompts of these categories; empty: all.
+        max_new_tokens: maximum new tokens; None means as many as the prompt's reply in the file has, or 256.
+        categories: categories of the prompts to use; if empty, all prompts are used.
         seed: random seed for the choice of prompts.
     """
     requests = []

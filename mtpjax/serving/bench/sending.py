@@ -26,15 +26,15 @@ async def measure(
     extra_body: dict[str, Any] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Sends requests, waits for all, and computes the numbers of the run.
+    """Sends requests, waits for all of them, and summarizes the run.
 
     Args:
         client: the client.
         requests: the requests.
         outcomes: receives each outcome when its request ends, so that an interrupted caller keeps the finished ones.
-        times: arrival of each request, in seconds from now. It is sent then, or once fewer than `max_concurrency`
-            requests run.
-        max_concurrency: maximum number of requests that run at the same time; None: no limit.
+        times: arrival of each request, in seconds from now. A request is sent when it arrives, or later if
+            `max_concurrency` requests are already running.
+        max_concurrency: maximum number of requests that run at the same time; None means no limit.
         extra_body: merged into every body.
         progress: called when a request ends.
     """
@@ -46,7 +46,7 @@ async def measure(
 
     async def send(request: BenchRequest, at: float) -> None:
         await asyncio.sleep(begin + at - time.perf_counter())
-        # The semaphore grants slots in order of arrival. The time before the slot is not part of the latency.
+        # The semaphore grants slots in order of arrival. The wait for a slot is not part of the latency.
         async with slots:
             outcomes.append(await client.send(request, extra_body))
         progress()

@@ -1,4 +1,4 @@
-"""Measures how much MTP helps under load: the same requests with and without drafts, at several concurrencies."""
+"""Measures MTP's speed-up under load by sending the same requests with and without drafts, at several concurrencies."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ class Run:
     Attributes:
         concurrency: requests that run at the same time.
         repeat: index of the pair that the run belongs to.
-        speculative: drafts are on.
-        summary: its numbers, see `summarize`.
+        speculative: whether drafts are on.
+        summary: its numbers, from `summarize`.
     """
 
     concurrency: int
@@ -59,7 +59,7 @@ async def compare(
         for repeat in range(repeats):
             # The order alternates, so that a machine that slows down or speeds up favours neither side.
             for speculative in (True, False) if repeat % 2 == 0 else (False, True):
-                # The previous run sent the same prompts: without this, the second run would find them in the cache.
+                # The previous run sent the same prompts, which this run would otherwise find in the cache.
                 await client.flush_cache()
                 summary = await measure(
                     client,
@@ -79,18 +79,18 @@ class Speedup:
     """The comparison at one concurrency.
 
     Attributes:
-        ratio: output tokens per second with drafts over output tokens per second without; the interval is over pairs of
-            runs, and nan with one pair.
+        ratio: output throughput with drafts divided by output throughput without drafts. The interval is over pairs of
+            runs, and is nan for a single pair.
         throughput: output tokens per second, without and with drafts.
         ttft: mean milliseconds to the first token, without and with drafts.
-        itl: mean milliseconds per token after the first, without and with drafts; None if no request had one.
+        itl: mean milliseconds per token after the first, without and with drafts; None if there are no such tokens.
         accept_length: tokens per verification pass with drafts; None if the server does not report it.
         accept_length_without: the same without drafts; 1 if the server turns drafts off as requested.
         num_pairs: pairs of runs.
         num_failed: requests that failed.
-        is_client_busy: the client was too busy in a run, see `is_client_busy`.
+        is_client_busy: whether the client was too busy in any run, as determined by the function `is_client_busy`.
         waited: the largest share of a run's time for which the client's threads waited for a core.
-        problem: the reason why the ratio cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
+        problem: the reason why the ratio cannot be trusted (`mtpjax.evaluation.trust`); None if it can be trusted.
     """
 
     concurrency: int
@@ -151,6 +151,6 @@ def speedups(runs: Sequence[Run]) -> list[Speedup]:
 
 
 def _mean(pairs: list[list[dict[str, Any]]], side: int, name: str) -> float | None:
-    """Returns the mean over pairs; None if a run lacks the number."""
+    """Returns the mean over pairs, or None if a run lacks the number."""
     values = [pair[side][name] for pair in pairs]
     return None if None in values else sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""The report of runs with and without drafts: table, Markdown, JSON and plot."""
+"""Reports runs with and without drafts as a table, Markdown, JSON and a plot."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
 from mtpjax.serving.bench.speedup import PUBLISHED_SOURCE, Run, Speedup
 
-Reference = Mapping[int, float]  # published speed-ups by concurrency; empty: none are shown
+Reference = Mapping[int, float]  # published speed-ups by concurrency; if empty, none are shown
 
 
 def speedup_table(rows: Sequence[Speedup], reference: Reference) -> rich.table.Table:
@@ -59,7 +59,7 @@ def rows_verdict(rows: Sequence[Speedup]) -> str:
 
 
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
-    """Explains the columns, and what limits the numbers."""
+    """Explains the columns, and the limitations of the numbers."""
     result = [
         "speed-up: output tokens per second with drafts over output tokens per second without (`speculative: "
         "false`), for the same requests in alternating runs; the interval is over pairs of runs",
@@ -71,7 +71,7 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         result.append(f"{count_of(failed, 'request')} failed; their tokens do not count")
     result += [f"{count_of(row.concurrency, 'request')} at once: {row.problem}" for row in rows if row.problem]
     if any(row.num_pairs == 1 for row in rows):
-        result.append("one pair of runs has no interval: raise --repeats")
+        result.append("a single pair of runs gives no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
         result.append("the server reports no accept length")
     if busy := [str(row.concurrency) for row in rows if row.is_client_busy]:
@@ -80,7 +80,7 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         )
     # A server that does not know the field `speculative` uses drafts for all requests.
     if any((row.accept_length_without or 1) > 1.001 for row in rows):
-        result.append("the server drafts despite `speculative: false`: the comparison is not valid")
+        result.append("the server drafts despite `speculative: false`, so the comparison is not valid")
     return result
 
 
@@ -92,13 +92,13 @@ def write_report(
     formats: Sequence[str],
     reference: Reference,
 ) -> list[pathlib.Path]:
-    """Writes JSON, Markdown and plots, and returns the paths of JSON and Markdown.
+    """Writes JSON, Markdown and plots, and returns the paths of the JSON and Markdown files.
 
     Args:
         output: path of the files without suffix.
         rows: the comparisons.
-        runs: the runs that they come from.
-        settings: how they were measured: server, requests, machine.
+        runs: the runs from which the comparisons were made.
+        settings: how the runs were measured (server, requests, machine).
         formats: formats of the plots.
         reference: published speed-ups to show next to them.
     """
@@ -120,7 +120,7 @@ def write_report(
 
 
 def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any], reference: Reference) -> str:
-    """Formats the comparison as Markdown: table, notes and settings."""
+    """Formats the comparison as Markdown, with a table, notes and settings."""
     lines, headings = ["# Serving with and without MTP", "", rows_verdict(rows), ""], _headings(reference)
     lines.append(f"| {' | '.join(heading.replace(chr(10), ' ') for heading in headings)} |")
     lines.append("|" + "--:|" * len(headings))

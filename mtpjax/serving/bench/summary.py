@@ -1,4 +1,4 @@
-"""The numbers of one run of a benchmark, under SGLang's names, and their table."""
+"""Computes the numbers of a benchmark run under SGLang's names, and formats them as a table."""
 
 import math
 from collections import Counter
@@ -21,12 +21,12 @@ LATENCIES = {
 
 
 def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = None) -> dict[str, Any]:
-    """Computes the numbers of a run, under SGLang's names; None: undefined.
+    """Computes the numbers of a run, under SGLang's names. Undefined numbers are None.
 
     Args:
         outcomes: the requests that ended, including failed ones.
-        counts: verification passes and accepted drafts of the server during the run, for servers that do not report
-            them per request; None: unknown.
+        counts: the server's verification passes and accepted drafts during the run, for servers that do not report
+            them per request; None if unknown.
     """
     done = [outcome for outcome in outcomes if not outcome.error]
     # The run starts with its first request and ends with its last token.
@@ -38,7 +38,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
     latencies = {
         "e2e_latency": [outcome.latency for outcome in done],
         "ttft": [outcome.time_to_first_token for outcome in done],
-        # One token has no time per token after the first.
+        # A request with only one token has no time per token after the first.
         "tpot": [
             (outcome.latency - outcome.time_to_first_token) / (outcome.num_new_tokens - 1)
             for outcome in done
@@ -73,7 +73,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Returns the arrays of `--output-details`, under SGLang's names: an entry per request, in order of completion."""
+    """Returns the arrays for `--output-details` under SGLang's names, with an entry per request in completion order."""
     return {
         "input_lens": [_num_prompt_tokens(outcome) for outcome in outcomes],
         "output_lens": [outcome.num_new_tokens for outcome in outcomes],
@@ -97,7 +97,7 @@ def _num_prompt_tokens(outcome: Outcome) -> int:
 
 
 def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Returns mean, median, deviation, percentiles and maximum in milliseconds; None if there are no values."""
+    """Returns mean, median, deviation, percentiles and maximum in milliseconds, each None if there are no values."""
     values = 1e3 * np.asarray(seconds if seconds else [math.nan])
     numbers = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
     numbers |= {f"p{percent}": np.percentile(values, percent) for percent in PERCENTILES}
@@ -106,7 +106,7 @@ def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def _accept_length(done: Sequence[Outcome], counts: tuple[float, float] | None) -> float | None:
-    # Weight each request's accept length by its passes: all accepted drafts over all passes.
+    # Weight each request's accept length by its passes, which gives the accept length over all passes.
     known = [(outcome.accept_length, outcome.num_verify_steps) for outcome in done if outcome.num_verify_steps]
     told = [(length, steps) for length, steps in known if length is not None]
     if told:
@@ -115,7 +115,7 @@ def _accept_length(done: Sequence[Outcome], counts: tuple[float, float] | None) 
 
 
 def _by_category(done: Sequence[Outcome]) -> dict[str, float | None]:
-    """Returns the accept length of each category of prompts, if there are several and requests report it."""
+    """Returns the accept length per category of prompts, if there are several; None if requests do not report it."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in done:
         groups.setdefault(outcome.request.category, []).append(outcome)
@@ -123,11 +123,11 @@ def _by_category(done: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 def _peak_throughput(done: Sequence[Outcome], begin: float, duration: float) -> float | None:
-    """Returns the maximum tokens per second within a window of at least one second; None for a run without tokens."""
+    """Returns the maximum tokens per second in any window of at least one second, or None for a run without tokens."""
     if not duration:
         return None
-    # Windows of equal length that divide the run: the mean of the run is the mean of its windows, so the highest one
-    # cannot be below it. A short run is one window, and all windows have the same length.
+    # Divide the run into windows of equal length. The mean of the run is the mean of its windows, so the highest window
+    # cannot be below it. A short run is a single window.
     num_windows = max(int(duration), 1)
     tokens: Counter[int] = Counter()
     for outcome in done:

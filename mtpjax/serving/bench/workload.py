@@ -1,4 +1,4 @@
-"""The requests of a benchmark and their times. The same seed gives the same requests and times."""
+"""Makes the requests of a benchmark and their arrival times. The same seed gives the same requests and times."""
 
 import dataclasses
 import itertools
@@ -51,12 +51,12 @@ def random_requests(token_ids: Sequence[int], count: int, lengths: RandomLengths
 
 
 def read_dataset(path, count: int, *, categories: Sequence[str] = (), seed: int) -> list[tuple[Prompt, str | None]]:
-    """Chooses prompts from a file, evenly over its categories, each with its reply in the file (None if it has none).
+    """Returns prompts from a file, chosen evenly over its categories, each with its reply in the file, or None.
 
     Args:
-        path: conversations as ShareGPT has them, in JSON or JSONL; or prompts, see `mtpjax.data.prompts`.
+        path: conversations in ShareGPT's format, as JSON or JSONL, or prompts as in `mtpjax.data.prompts`.
         count: number of prompts; fewer if the file has fewer.
-        categories: only these; empty: all.
+        categories: categories of the prompts to choose; if empty, all prompts may be chosen.
         seed: random seed for the choice.
 
     Raises:
@@ -82,7 +82,7 @@ def _conversations(path: pathlib.Path) -> Iterator[tuple[Prompt, str]]:
         turns = record.get("conversations") if isinstance(record, dict) else None
         if not isinstance(turns, list):
             continue
-        # ShareGPT calls a turn's text "value", OpenAI's format "content". A single turn has no reply.
+        # A turn's text is called "value" in ShareGPT's format and "content" in OpenAI's. A single turn has no reply.
         found = [turn.get("value", turn.get("content")) for turn in turns[:2] if isinstance(turn, dict)]
         texts = [text for text in found if isinstance(text, str) and text.strip()]
         if len(texts) == 2:
@@ -94,7 +94,7 @@ def arrival_times(count: int, request_rate: float, *, seed: int) -> list[float]:
 
     Args:
         count: number of requests.
-        request_rate: mean requests per second of a Poisson process; infinite: all at once. Must be above 0.
+        request_rate: mean requests per second of a Poisson process, above 0; if infinite, all requests arrive at once.
         seed: random seed for the gaps.
     """
     require(request_rate > 0, f"request_rate must be above 0, got {request_rate}")

@@ -38,7 +38,7 @@ def prefill_router(
         try:
             signer.check(request.headers, body)
         except Forged as error:
-            _log.warning("a request for prefill was refused: %s", error)
+            _log.warning("a prefill request was rejected: %s", error)
             raise ApiError("only decode servers may send this request", status=403, code="forbidden") from error
         # 2. Read the request.
         try:
@@ -49,7 +49,7 @@ def prefill_router(
         if values["model"] != model:
             message = "the servers differ in their model, --page-size, --kv-cache-dtype or draft settings"
             raise ApiError(message, status=409, code="other_model")
-        # 3. Compute the pages that are missing: prefill, plus one unused token.
+        # 3. Compute the missing pages by prefill, which also generates one unused token.
         salt = values["salt"]
 
         async def compute() -> None:

@@ -1,4 +1,4 @@
-"""The protocol between a decode server and a prefill server: signed messages, and pages as bytes."""
+"""The protocol between a decode server and a prefill server, which signs messages and sends pages as bytes."""
 
 import hashlib
 import hmac
@@ -15,7 +15,7 @@ import numpy as np
 from mtpjax.serving.host_pages import Entries, page_bytes
 
 PATH = "/disaggregation/prefill"
-MAX_AGE = 60.0  # seconds that the clocks of two machines may differ
+MAX_AGE = 60.0  # seconds by which the clocks of two machines may differ
 MESSAGE_BYTES = 1 << 12  # maximum size of a message, excluding tokens and pages
 TIME, NONCE, SIGNATURE = "mtpjax-time", "mtpjax-nonce", "mtpjax-signature"  # headers
 

@@ -1,4 +1,4 @@
-"""The decode server's side: requests pages from the prefill server, and prefills itself if that fails."""
+"""The decode server's side, which requests pages from the prefill server, and prefills itself if that fails."""
 
 import asyncio
 import concurrent.futures
@@ -23,7 +23,7 @@ from mtpjax.serving.page_pool import page_digests
 from mtpjax.serving.request import Request
 
 CONNECT_SECONDS = 2.0
-PAUSE_SECONDS = 5.0  # after a failure, during which no request uses the prefill server
+PAUSE_SECONDS = 5.0  # time after a failure during which no request uses the prefill server
 _log = logging.getLogger(__name__)
 
 
@@ -31,10 +31,10 @@ class RemotePrefill:
     """Fetches pages from a prefill server into an engine's prefix cache.
 
     Args:
-        pages: the engine's pages, which may be in host memory too.
+        pages: the engine's pages, including those in host memory.
         url: address of the prefill server.
         signer: signs the requests.
-        model: the hash `PageExchange.digest`.
+        model: the hash that `PageExchange.digest` returns.
         transfer: fetches the pages.
         timeout: seconds that a request waits for its pages.
         max_concurrent: maximum number of prompts sent to the prefill server at the same time.
@@ -66,7 +66,7 @@ class RemotePrefill:
         self.num_fetched = self.num_fallbacks = 0
 
     async def prepare(self, requests: Sequence[Request]) -> None:
-        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill them."""
+        """Fetches the pages of prompts before they enter the engine. Never fails, since the engine can prefill them."""
         prompts = {(request.prompt, request.salt) for request in requests}
         await asyncio.gather(*(self._prepare(*prompt) for prompt in prompts))
 
@@ -81,7 +81,7 @@ class RemotePrefill:
         fetch = asyncio.wrap_future(_run_in_thread(lambda: self._fetch(prompt, salt)))
         fetch.add_done_callback(self._release)
         try:
-            # A thread cannot be stopped: it continues, within the timeouts of its connections.
+            # A thread cannot be stopped, so it continues within the timeouts of its connections.
             self.num_fetched += await asyncio.wait_for(asyncio.shield(fetch), self._timeout)
         except Exception as error:
             self.num_fallbacks += 1
@@ -103,7 +103,7 @@ class RemotePrefill:
         if num_known == len(digests):
             return False
         # 1. Send the request.
-        # The salt may be the hash of a client's key, which the network must not see.
+        # The salt may be the hash of a client's key, which must not be visible on the network.
         salt = hashlib.sha256(salt).digest()
         message = {"model": self._model, "tokens": np.array(prompt, "<i4").tobytes(), "salt": salt}
         body = protocol.pack({**message, "num_known": num_known})

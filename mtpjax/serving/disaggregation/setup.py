@@ -18,11 +18,11 @@ class DisaggregationSettings:
     """Settings of a prefill server or a decode server.
 
     Attributes:
-        prefill_url: address of the prefill server, for a decode server; None: this is the prefill server.
-        secret: shared by both servers, at least 16 bytes; a shorter one raises ValueError.
+        prefill_url: address of the prefill server; None if this is the prefill server.
+        secret: shared by both servers, at least 16 bytes; a shorter secret raises ValueError.
         backend: how pages are sent: "jax" or "http".
         host: address on which the data plane listens.
-        port: the prefill server's port for pages; 0: any free port.
+        port: the prefill server's port for pages; 0 means any free port.
         timeout: seconds that a request waits for its pages.
     """
 
@@ -42,19 +42,19 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
 
     Args:
         app: from `make_app`.
-        engine: its engine, with pages in host memory.
+        engine: the application's engine, with pages in host memory.
         settings: settings of a prefill server or of a decode server.
         metrics: receives the decode server's counters, if given.
 
     Raises:
-        ValueError: the engine shares no pages, or the data plane does not start.
+        ValueError: the engine shares no pages, or the data plane cannot start.
     """
     if not engine.pages.is_supported:
         raise ValueError(
             "disaggregation needs a prefix cache with pages in host memory, which requires a single device and a model "
             "without linear attention"
         )
-    # Messages are signed with the secret, and pages are valid only between servers of the same model.
+    # Messages are signed with the secret, and servers can exchange pages only if they have the same model.
     signer, model = Signer(settings.secret), engine.pages.digest()
     server = app.state.server
     is_jax = settings.backend == "jax"

@@ -1,4 +1,4 @@
-"""The data plane: sends the bytes of pages from one process to another.
+"""The data plane, which sends the bytes of pages from one process to another.
 
 `jax` sends them from host memory to host memory with `jax.experimental.transfer`, over additional parallel connections.
 `http` puts them into the response, which works everywhere.
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 BACKENDS = ("jax", "http")
-PUBLIC_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): the default route reaches it
+PUBLIC_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737), so the default route leads to it
 OFFER_SECONDS = 60.0  # after which bytes that were not fetched are dropped
 
 
@@ -31,7 +31,7 @@ class Transfer(Protocol):
         ...
 
     def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
-        """Fetches `[size]` uint8 from `host`, whose answer holds the fields of `send`, within `seconds`."""
+        """Fetches `[size]` uint8 from `host` within `seconds`; `answer` contains the fields that `send` returned."""
         ...
 
 
@@ -56,7 +56,7 @@ class JaxTransfer:
     Args:
         host: name or address that the other side connects to, if this side sends; not a wildcard address such as
             0.0.0.0.
-        port: port to listen on; 0: any free port.
+        port: port to listen on; 0 means any free port.
 
     Raises:
         ValueError: this JAX, or this platform, has no transfer server, or the port is in use.
@@ -65,7 +65,7 @@ class JaxTransfer:
     fields: ClassVar[dict[str, type]] = {"uuid": int, "port": int}
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
-        # The other side connects to the address that this one listens on, so it must be a real one.
+        # The other side connects to the address on which this side listens, so it must not be a wildcard.
         host = _resolve(host)
         try:
             from jax.experimental import transfer
@@ -108,11 +108,11 @@ def own_address(host: str) -> str:
             probe.connect((PUBLIC_ADDRESS, 9))  # a datagram socket sends nothing when it connects
             return probe.getsockname()[0]
     except OSError as error:
-        raise ValueError(f"this machine has no default route ({error.strerror}): give --host an address") from error
+        raise ValueError(f"this machine has no default route ({error.strerror}): set --host to an address") from error
 
 
 def _resolve(host: str) -> str:
-    """Returns the address of a host name, in URL form: JAX connects only to addresses."""
+    """Returns the address of a host name, in URL form, because JAX connects only to addresses."""
     addresses = [each[4][0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     address = min(addresses, key=lambda each: ":" in str(each))  # IPv4 first
     return f"[{address}]" if ":" in str(address) else str(address)

@@ -1,4 +1,4 @@
-"""TCP connections between process 0 and the other processes: setup, frames of bytes, and lost connections.
+"""Connects process 0 to the other processes over TCP, exchanges frames of bytes, and detects lost connections.
 
 Process 0 listens on a free port. The port, its addresses and a secret for this run are sent over JAX's collectives, so
 there is nothing to configure. Frames are not encrypted, and neither are JAX's collectives.
@@ -24,9 +24,9 @@ from mtpjax.serving.disaggregation.protocol import NONCE, SIGNATURE, TIME, Forge
 from mtpjax.serving.disaggregation.transfer import own_address
 
 EXIT_CODE = 75  # exit code of a process that has lost another process; see `LostProcess`
-MEETING_SECONDS = 60.0  # until all processes are connected
-HELLO_SECONDS = 5.0  # until a connection must have identified itself
-STOP_SECONDS = 5.0  # in which a follower process closes its connection at shutdown
+MEETING_SECONDS = 60.0  # time for all processes to connect
+HELLO_SECONDS = 5.0  # time for a connection to identify itself
+STOP_SECONDS = 5.0  # time for a follower process to close its connection at shutdown
 MAX_BYTES = 1 << 30  # maximum size of a frame
 HELLO = {"rank": int, TIME: str, NONCE: str, SIGNATURE: str}
 STOP, DRAIN, CALL = b"s", b"d", b"c"  # first byte of a frame
@@ -36,7 +36,7 @@ class Followers:
     """Connections from process 0 to the other processes, by rank.
 
     Attributes:
-        before_exit: called with a message when a follower process is lost, before this one ends.
+        before_exit: called with a message when a follower process is lost, before this process ends.
         should_drain: set when a follower process has received a stop signal.
     """
 
@@ -61,7 +61,7 @@ class Followers:
                 raise LostProcess(f"process {rank} cannot be reached: {error.strerror or error}") from error
 
     def stop(self, problem: str = "") -> None:
-        """Tells the other processes to end; `problem` is the error that ends this one, if any."""
+        """Tells the other processes to end. `problem` is the error that ends this process, if any."""
         if self._has_ended.acquire(blocking=False):
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -93,14 +93,14 @@ class Leader:
         threading.Thread(target=self._read, name="mtpjax-process-0", daemon=True).start()
 
     def receive(self) -> bytes | None:
-        """Waits for the next call; None: process 0 stops. Raises ValueError if it ends because of an error."""
+        """Waits for the next call. Returns None when process 0 stops; raises ValueError if it stops with an error."""
         frame = self._frames.get()
         if frame[:1] == STOP and len(frame) > 1:
             raise ValueError(f"process 0 has ended: {printable(frame[1:].decode(errors='replace'))}")
         return frame[1:] if frame[:1] == CALL else None
 
     def close(self) -> None:
-        """Closes the connection. From now on, the end of process 0 does not end this one."""
+        """Closes the connection. Afterwards, this process does not end when process 0 ends."""
         self._is_closed = True
         self._connection.close()
 
@@ -121,13 +121,13 @@ class Leader:
 
 @contextlib.contextmanager
 def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
-    """Connects process 0 with the other processes. All processes must call it.
+    """Connects process 0 to the other processes. All processes must call this function.
 
     On exit, process 0 stops the others, and sends the reason if the block raises.
 
     Args:
-        address: "host:port" at which JAX reaches process 0; the other processes connect to the same host. None: an
-            address of the machine.
+        address: "host:port" at which JAX reaches process 0; the other processes connect to the same host. If None, they
+            connect to an address of the machine.
 
     Yields:
         `Followers` in process 0, `Leader` in the others.
@@ -145,7 +145,7 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
             meeting = {"hosts": hosts, "port": listener.getsockname()[1], "secret": secrets.token_hex(32)}
         meeting = distributed.from_main_process(meeting)
         signer = Signer(bytes.fromhex(meeting["secret"]))
-        # 2. They connect, and both sides prove that they know the secret.
+        # 2. The other processes connect, and both sides prove that they know the secret.
         if not is_main:
             leader = Leader(_join(meeting["hosts"], meeting["port"], signer))
             stack.callback(leader.close)
@@ -179,7 +179,7 @@ def _listen() -> socket.socket:
 
 
 def _own_hosts() -> list[str]:
-    """Returns host names at which other machines may reach this one, the likeliest first."""
+    """Returns host names at which other machines may reach this machine, the most likely one first."""
     with contextlib.suppress(ValueError):
         return [own_address(""), socket.gethostname()]
     return [socket.gethostname()]
@@ -231,7 +231,7 @@ def _join(hosts: list[str], port: int, signer: Signer) -> socket.socket:
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
-    """Sets a connection's options: no delays, and a lost host breaks it within half a minute."""
+    """Makes a connection send without delay, and break within half a minute when the other host is lost."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in keepalive_options(TCP_USER_TIMEOUT=25_000):

@@ -1,4 +1,4 @@
-"""Every process but the first: runs the calls that process 0 sends."""
+"""Runs the calls of process 0 in every other process."""
 
 import collections
 import signal
@@ -15,7 +15,7 @@ METHODS = ("warm_up", "reset", "count_experts", "move_experts", "copy_snapshots"
 
 
 class Follower:
-    """Runs the calls of process 0, and reads nothing from the device; all processes hold the executor's parameters."""
+    """Runs the calls of process 0, and reads nothing from the device. All processes have the executor's parameters."""
 
     def __init__(self, executor: Executor):
         self.executor = executor
@@ -50,6 +50,6 @@ def follow(executor: Executor, leader: Leader) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, pass_on)
     follower = Follower(executor)
-    # Calls are dispatched as soon as they arrive: the device runs them in this order.
+    # Calls are dispatched as soon as they arrive, and the device runs them in this order.
     while (body := leader.receive()) is not None:
         follower.run(body)

@@ -1,7 +1,7 @@
-"""A call as bytes: the name and key of its program, and its arrays on the host.
+"""Encodes a call as bytes, with the name and key of its program and its arrays on the host.
 
-The other processes have the same decoder, so it is not sent. Neither are drafts: every process has the draft that its
-own `draft_round` made.
+The other processes have the same decoder, so it is not sent. Drafts are not sent either, because every process has the
+draft that its own `draft_round` made.
 """
 
 import dataclasses
@@ -31,19 +31,19 @@ def encode(name: str, *arguments: Any, key: ProgramKey | None = None) -> bytes:
     Args:
         name: the name of a program, or one of `follower.METHODS`.
         *arguments: numbers, strings, arrays on the host, and tuples and dataclasses of them.
-        key: selects the program's static arguments; None: a method.
+        key: selects the program's static arguments; None for a method.
     """
     return protocol.pack({"name": name, "arguments": [_to_plain(each) for each in arguments], "key": list(key or ())})
 
 
 def decode(body: bytes) -> tuple[str, tuple[Any, ...], list[Any]]:
-    """Decodes a call into name, arguments and key. Raises ValueError if it is damaged or has another version."""
+    """Decodes a call into name, arguments and key. Raises ValueError if it is damaged or from another version."""
     message = protocol.unpack(body, FIELDS)
     return message["name"], tuple(_from_plain(each) for each in message["arguments"]), message["key"]
 
 
 def decode_call(name: str, arrays: tuple[Any, ...], key: list[Any]) -> PendingCall:
-    """Makes the call of a program from what `decode` returned.
+    """Makes the call of a program from the values that `decode` returned.
 
     Raises:
         ValueError: the program does not exist.
