@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mtpjax.models.presets import presets
     from mtpjax.serving.engine import Engine
     from mtpjax.serving.llm import LLM
+    from mtpjax.serving.request import Request
+    from mtpjax.serving.sizes import EngineSettings
     from mtpjax.training.config import TrainConfig
     from mtpjax.training.objective import Objective
     from mtpjax.training.trainer import train
@@ -30,10 +32,12 @@ __all__ = [
     "LLM",
     "DecodeConfig",
     "Engine",
+    "EngineSettings",
     "GenerationResult",
     "MTPModel",
     "ModelConfig",
     "Objective",
+    "Request",
     "SamplingParams",
     "TrainConfig",
     "__version__",
@@ -71,6 +75,8 @@ _HOMES = {
     "models.presets": ("presets",),
     "serving.engine": ("Engine",),
     "serving.llm": ("LLM",),
+    "serving.request": ("Request",),
+    "serving.sizes": ("EngineSettings",),
     "training.config": ("TrainConfig",),
     "training.objective": ("Objective",),
     "training.trainer": ("train",),

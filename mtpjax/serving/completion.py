@@ -32,8 +32,8 @@ class Completion:
     Attributes:
         spans: the text of each token, without the stop string or stop token that ended the text.
         tokens: new token ids, up to the one that completed a stop string.
-        finish_reason: "stop" for a stop string, stop token or stop sequence, "length" for the token limit. An engine also
-            ends texts with "abort", "timeout" or "error".
+        finish_reason: "stop" for a stop string, stop token or stop sequence, "length" for the token limit. In
+            an engine also "abort", "timeout" or "error".
         matched_stop: the stop string or stop token that ended the text, otherwise None.
         prompt: token ids of the prompt.
         logprobs: log-probability of each of `tokens` under the trunk's unmodified logits; None unless requested.

@@ -7,7 +7,6 @@ this one. Each request's `deliver` function receives its deltas.
 
 import concurrent.futures
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -43,7 +42,7 @@ from mtpjax.serving.request import (
     Scores,
     Sequence,
 )
-from mtpjax.serving.running import RequestStream, collect_outputs
+from mtpjax.serving.running import RequestStream, collect_outputs, score_text
 from mtpjax.serving.scheduler import Scheduler, scheduler_settings
 from mtpjax.serving.scoring import check_text
 from mtpjax.serving.sizes import EngineSettings
@@ -75,6 +74,15 @@ class Engine:
         vocab_size: token ids are 0 .. vocab_size - 1.
         max_requests: maximum number of running and waiting requests.
         pages: exchanges pages of the prefix cache with other engines.
+
+    Example:
+        >>> import jax, mtpjax
+        >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])
+        >>> params = mtpjax.init_params(model, jax.random.key(0))
+        >>> with mtpjax.Engine(params, model=model, config=mtpjax.DecodeConfig(num_steps=1)) as engine:
+        ...     [output] = engine.generate([mtpjax.Request(prompt=(1, 2, 3), max_new_tokens=4)])
+        >>> len(output.tokens)
+        4
     """
 
     def __init__(
@@ -278,16 +286,7 @@ class Engine:
         """
         text = ScoredText(list(tokens), num_top)
         check_text(text.tokens, num_top, vocab_size=self.vocab_size, max_length=self.max_length)
-        if len(text.tokens) > 1:
-            # The last token is scored, but no token follows it, so the model does not need to process it.
-            request, ended = Request(prompt=tuple(text.tokens[:-1]), max_new_tokens=1), queue.SimpleQueue()
-            self._submit(request, ended.put, text)
-            finish = ended.get()
-            if finish.reason == "error":
-                raise RuntimeError(finish.message)
-            if finish.reason != "stop":
-                raise QueueFull("the text was not scored in time")
-        return text.result()
+        return score_text(self._submit, text)
 
     def flush_cache(self) -> int:
         """Drops the cached pages that no request uses, and returns their number."""

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -30,52 +29,16 @@ from mtpjax.serving.engine import Engine
 from mtpjax.serving.grammar import Grammars
 from mtpjax.serving.matcher import Grammar
 from mtpjax.serving.memory import MEMORY_FRACTION, choose_num_pages
-from mtpjax.serving.request import Delta, Finish, Request
+from mtpjax.serving.request import Delta, Finish
 from mtpjax.serving.running import check_all, run_requests
 from mtpjax.serving.sizes import EngineSettings
+from mtpjax.serving.text_options import TextOptions
 
 Messages = Sequence[Mapping[str, Any]]
 # Fields of `DecodeConfig` that belong to a text, and one that only `speculative_generate` supports.
 TEXT_FIELDS = ("max_new_tokens", "stop_token_ids", "stop_sequences", "logprobs", "depth_policy")
 
 _log = logging.getLogger("mtpjax.llm")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """Options of `LLM.generate`, `LLM.chat` and `LLM.stream`, which take them as keyword arguments.
-
-    Attributes:
-        max_new_tokens: maximum number of new tokens; None: as many as `LLM.engine.max_length` leaves room for.
-        stop: a stop string, or several. A text ends before the first of them.
-        stop_token_ids: tokens that end a text, in addition to the model's end tokens.
-        ignore_eos: the model's end tokens do not end a text.
-        logprobs: return the log-probability of each new token.
-        json_schema: a JSON schema that the text must match, as an object or as JSON.
-        regex: a regular expression that the whole text must match.
-        speculative: False decodes without drafts.
-    """
-
-    max_new_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: bool = False
-    json_schema: Mapping[str, Any] | str | None = None
-    regex: str | None = None
-    speculative: bool = True
-
-    def __post_init__(self):
-        if not all(isinstance(each, str) and each for each in self.stop_strings):
-            raise UsageError(f"stop must be a string or strings, none of them empty, got {self.stop!r}")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.json_schema is not None and self.regex is not None:
-            raise UsageError("json_schema and regex cannot be combined")
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class LLM:
@@ -241,7 +204,7 @@ class LLM:
             sampling: sampling parameters for all prompts, or one per prompt; None is greedy. Prompt i uses seed + i, or
                 a random seed if none is given.
             progress: show a progress bar on a terminal.
-            **options: fields of `TextOptions`; `max_new_tokens` defaults to 128.
+            **options: fields of `mtpjax.serving.text_options.TextOptions`; `max_new_tokens` defaults to 128.
 
         Returns:
             The completion of each prompt, in order; of a single text, its completion. `finish_reason` is "error", with
@@ -274,7 +237,8 @@ class LLM:
             tools: JSON schemas of tools, for templates that show them. Calls in the answer are not parsed.
             chat_template_kwargs: variables of the template, such as `{"enable_thinking": False}`.
             progress: as in `generate`.
-            **options: fields of `TextOptions`; without `max_new_tokens`, an answer may be as long as fits.
+            **options: fields of `mtpjax.serving.text_options.TextOptions`; without `max_new_tokens`, an answer may be
+                as long as fits.
 
         Returns:
             The answer's `Completion`; for a list of conversations, a list of them.
@@ -305,7 +269,8 @@ class LLM:
             sampling: sampling parameters; None is greedy.
             tools: as in `chat`.
             chat_template_kwargs: as in `chat`.
-            **options: fields of `TextOptions`; `max_new_tokens` has the default of `generate` or `chat`.
+            **options: fields of `mtpjax.serving.text_options.TextOptions`; `max_new_tokens` has the default of
+                `generate` or `chat`.
 
         Returns:
             An iterable of strings, for `for` and for `async for`; afterwards it has the `completion`.
@@ -349,34 +314,9 @@ class LLM:
         )
 
     def _jobs(self, prompts: Sequence[Sequence[int]], sampling: Any, options: dict[str, Any]) -> list[Job]:
-        """Makes the engine's requests."""
-        known = [field.name for field in dataclasses.fields(TextOptions)]
-        for name in options:
-            if name not in known:
-                raise UsageError(f"unknown option {name}{did_you_mean(name, known)}: known are {', '.join(known)}")
-        text = TextOptions(**options)
-        each = (
-            [sampling or SamplingParams()] * len(prompts) if isinstance(sampling, SamplingParams | None) else sampling
-        )
-        if len(each) != len(prompts):
-            raise UsageError(f"sampling has {len(each)} entries for {len(prompts)} prompts")
-        grammar, first_seed = self._grammar(text), int.from_bytes(os.urandom(8))
-        ends = () if text.ignore_eos else self.tokenizer.eos_token_ids
-        jobs = []
-        for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-            room = max(self.engine.max_length - len(prompt), 1)
-            seed = first_seed if params.seed is None else params.seed
-            request = Request(
-                prompt=tuple(prompt),
-                max_new_tokens=min(text.max_new_tokens or room, room),
-                sampling=dataclasses.replace(params, seed=(seed + number) % 2**64),  # type: ignore[operator]
-                stop_token_ids=tuple(dict.fromkeys([*ends, *text.stop_token_ids])),
-                logprobs=text.logprobs,
-                speculative=text.speculative,
-                grammar=grammar,
-            )
-            jobs.append(Job(request, text.stop_strings))
-        return jobs
+        text = TextOptions.read(options)
+        ends, max_length = self.tokenizer.eos_token_ids, self.engine.max_length
+        return text.jobs(prompts, sampling, ends=ends, max_length=max_length, grammar=self._grammar(text))
 
     def _grammar(self, text: TextOptions) -> Grammar | None:
         if text.json_schema is None and text.regex is None:

@@ -36,6 +36,11 @@ class Request:
         grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or the request's own
             stop token ends it early; None allows any text. `stop_token_ids` must include all end tokens.
         salt: only requests with the same salt share pages of the prefix cache.
+
+    Example:
+        >>> from mtpjax import Request, SamplingParams
+        >>> Request(prompt=(1, 2, 3), max_new_tokens=8, sampling=SamplingParams(temperature=0.8, seed=1)).logprobs
+        False
     """
 
     prompt: tuple[int, ...]

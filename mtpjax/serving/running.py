@@ -4,14 +4,24 @@ import asyncio
 import collections
 import contextlib
 import functools
-import itertools
 import queue
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
-from mtpjax.serving.request import Deliver, Delta, EngineClosed, Finish, FinishReason, QueueFull, Request, RequestOutput
+from mtpjax.serving.request import (
+    Deliver,
+    Delta,
+    EngineClosed,
+    Finish,
+    FinishReason,
+    QueueFull,
+    Request,
+    RequestOutput,
+    ScoredText,
+    Scores,
+)
 
 FULL_SECONDS = 0.02  # between two attempts to submit a request while other callers fill the queue
 
@@ -94,26 +104,27 @@ def collect_outputs(
 ) -> list[RequestOutput]:
     """Runs requests to their end; see `Engine.generate`."""
     check_all(engine, requests)
-    deltas: list[list[Delta]] = [[] for _ in requests]
+    tokens: list[list[int]] = [[] for _ in requests]
+    origins: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[float]] = [[] for _ in requests]
     ends: dict[int, Finish] = {}
 
     def receive(index: int, event: Delta | Finish) -> None:
-        if isinstance(event, Delta):
-            deltas[index].append(event)
-        else:
+        if isinstance(event, Finish):
             ends[index] = event
             progress(len(ends), len(requests))
+            return
+        tokens[index] += event.tokens
+        origins[index] += event.origins
+        logprobs[index] += event.logprobs or []
 
     run_requests(engine, requests, receive)
-    outputs = []
-    for index, request in enumerate(requests):
-        parts = deltas[index]
-        tokens, origins, logprobs = (
-            list(itertools.chain.from_iterable(getattr(part, name) or () for part in parts))
-            for name in ("tokens", "origins", "logprobs")
+    return [
+        RequestOutput(
+            request, tokens[index], origins[index], logprobs[index] if request.logprobs else None, ends[index]
         )
-        outputs.append(RequestOutput(request, tokens, origins, logprobs if request.logprobs else None, ends[index]))
-    return outputs
+        for index, request in enumerate(requests)
+    ]
 
 
 def check_all(engine: RequestEngine, requests: Sequence[Request]) -> None:
@@ -123,6 +134,20 @@ def check_all(engine: RequestEngine, requests: Sequence[Request]) -> None:
             engine.check(request)
         except ValueError as error:
             raise ValueError(f"request {index}: {error}") from error
+
+
+def score_text(submit: Callable[[Request, Deliver, ScoredText], int], text: ScoredText) -> Scores:
+    """Waits for the scores of a text; see `Engine.score`."""
+    if len(text.tokens) > 1:
+        # The last token is scored, but no token follows it.
+        request, ended = Request(prompt=tuple(text.tokens[:-1]), max_new_tokens=1), queue.SimpleQueue()
+        submit(request, ended.put, text)
+        finish = ended.get()
+        if finish.reason == "error":
+            raise RuntimeError(finish.message)
+        if finish.reason != "stop":
+            raise QueueFull("the text was not scored in time")
+    return text.result()
 
 
 @contextlib.contextmanager

@@ -44,6 +44,11 @@ class EngineSettings:
             follows how often texts choose each expert. None disables this. The parameters must have placements
             (`place_all_layers`), and the engine takes ownership of them, because it deletes the arrays of experts that
             it has moved.
+
+    Example:
+        >>> from mtpjax import EngineSettings
+        >>> EngineSettings(num_slots=16, max_length=4096).page_size
+        16
     """
 
     num_slots: int = 8
