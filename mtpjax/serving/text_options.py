@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtpjax.decoding.config import SamplingParams
+from mtpjax.decoding.config import SamplingParams, check_integer
 from mtpjax.errors import UsageError
 from mtpjax.messages import did_you_mean
 from mtpjax.serving.completion import Job
@@ -18,7 +18,8 @@ class TextOptions:
     """Options of `LLM.generate`, `LLM.chat` and `LLM.stream`, which take them as keyword arguments.
 
     Attributes:
-        max_new_tokens: maximum number of new tokens; None: as many as `LLM.engine.max_length` leaves room for.
+        max_new_tokens: maximum number of new tokens of each text, or of every text in the order of the prompts. None
+            allows as many as `LLM.engine.max_length` leaves room for.
         stop: a stop string, or several. A text ends before the first of them.
         stop_token_ids: tokens that end a text, in addition to the model's end tokens.
         ignore_eos: the model's end tokens do not end a text.
@@ -28,7 +29,7 @@ class TextOptions:
         speculative: False decodes without drafts.
     """
 
-    max_new_tokens: int | None = None
+    max_new_tokens: int | Sequence[int] | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -40,8 +41,10 @@ class TextOptions:
     def __post_init__(self):
         if not all(isinstance(each, str) and each for each in self.stop_strings):
             raise UsageError(f"stop must be a string or strings, none of them empty, got {self.stop!r}")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        limits = self.max_new_tokens if isinstance(self.max_new_tokens, Sequence) else [self.max_new_tokens]
+        for limit in limits:
+            if limit is not None and check_integer("max_new_tokens", limit) < 1:
+                raise UsageError(f"max_new_tokens must be at least 1, got {limit}")
         if self.json_schema is not None and self.regex is not None:
             raise UsageError("json_schema and regex cannot be combined")
 
@@ -77,24 +80,23 @@ class TextOptions:
             grammar: the compiled grammar.
 
         Raises:
-            UsageError: there are not as many sampling parameters as prompts.
+            UsageError: a sequence does not have as many values as there are prompts.
         """
-        each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
-            raise UsageError(f"sampling has {len(each)} entries for {len(prompts)} prompts")
+        params = _per_prompt("sampling", sampling or SamplingParams(), len(prompts))
+        limits = _per_prompt("max_new_tokens", self.max_new_tokens, len(prompts))
         first_seed = int.from_bytes(os.urandom(8))
         stop_token_ids = tuple(dict.fromkeys([*(() if self.ignore_eos else ends), *self.stop_token_ids]))
         jobs = []
-        for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+        for number, prompt in enumerate(prompts):
             # A prompt that leaves no room is rejected when the engine checks the request.
             room = max(max_length - len(prompt), 1)
-            seed: Any = first_seed if params.seed is None else params.seed
+            seed: Any = first_seed if params[number].seed is None else params[number].seed
             if not isinstance(seed, int):
                 raise UsageError("seed must be one integer: prompt i uses seed + i")
             request = Request(
                 prompt=tuple(prompt),
-                max_new_tokens=min(self.max_new_tokens or room, room),
-                sampling=dataclasses.replace(params, seed=(seed + number) % 2**64),
+                max_new_tokens=min(limits[number] or room, room),
+                sampling=dataclasses.replace(params[number], seed=(seed + number) % 2**64),
                 stop_token_ids=stop_token_ids,
                 logprobs=self.logprobs,
                 speculative=self.speculative,
@@ -102,3 +104,11 @@ class TextOptions:
             )
             jobs.append(Job(request, self.stop_strings))
         return jobs
+
+
+def _per_prompt(name: str, value: Any, count: int) -> Sequence[Any]:
+    """Returns a value for each prompt, given one for all prompts or a sequence."""
+    values = value if isinstance(value, Sequence) else [value] * count
+    if len(values) != count:
+        raise UsageError(f"{name} has {len(values)} values for {count} prompts")
+    return values

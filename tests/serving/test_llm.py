@@ -53,6 +53,11 @@ def test_a_single_text_gives_a_single_completion(llm, checkpoint):
     assert len(llm.generate("def ").tokens) == len(alone(checkpoint, "def ", max_new_tokens=128))
 
 
+def test_each_prompt_may_have_its_limit(llm):
+    completions = llm.generate(["def "] * 3, max_new_tokens=[1, 5, 3])
+    assert [len(each.tokens) for each in completions] == [1, 5, 3]
+
+
 def test_no_prompts_give_no_completions(llm):
     assert llm.generate([]) == [] and llm.chat([]) == []
 
@@ -182,9 +187,11 @@ def test_texts_with_a_grammar_match_it(llm):
         ([[1, 256]], {}, "request 0: .*256"),
         (["a"], {"max_token": 3}, "unknown option max_token: did you mean max_new_tokens"),
         (["a"], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        (["a"], {"max_new_tokens": 1.5}, "max_new_tokens must be an integer"),
+        (["a", "b"], {"max_new_tokens": [1, 2, 3]}, "max_new_tokens has 3 values for 2 prompts"),
         (["a"], {"stop": ["x", ""]}, "none of them empty"),
         (["a"], {"stop_token_ids": [256]}, "256"),
-        (["a", "b"], {"sampling": [SamplingParams()]}, "sampling has 1 entries for 2 prompts"),
+        (["a", "b"], {"sampling": [SamplingParams()]}, "sampling has 1 values for 2 prompts"),
         (["a"], {"sampling": SamplingParams(temperature=[1.0, 2.0])}, "temperature"),
     ],
 )
