@@ -33,6 +33,8 @@ PAGES = {
     "docs/get_started.md": ("bash", "python"),
     "README.md": ("python",),
     "docs/tutorials/quickstart.md": ("bash", "python"),
+    "docs/tutorials/text_to_text.md": ("bash", "python"),
+    "docs/tutorials/engine.md": ("bash", "python"),
     "docs/tutorials/fine_tune_mtp.md": ("bash", "python"),
     "docs/tutorials/convert_and_merge.md": ("bash", "python"),
     "docs/tutorials/choose_settings.md": ("bash", "python"),
