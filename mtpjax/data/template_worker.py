@@ -187,7 +187,7 @@ def _render(template: Any, variables: dict[str, Any]) -> str:
         parts.append(part)
         size += len(part)
         if size > MAX_OUTPUT_CHARACTERS:
-            raise ValueError(f"its text has more than {MAX_OUTPUT_CHARACTERS} characters")
+            raise ValueError(f"the rendered text is longer than {MAX_OUTPUT_CHARACTERS} characters")
     return "".join(parts)
 
 

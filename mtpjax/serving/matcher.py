@@ -78,7 +78,7 @@ class Matcher:
                 fill_next_token_bitmask(self._matcher, masks, node)
                 self._check()
                 if not masks[node].any():
-                    raise GrammarError("the grammar failed: no token of the vocabulary continues the text")
+                    raise GrammarError("the grammar failed: it allows no token in the vocabulary as the next token")
             if num_consumed:
                 self._matcher.rollback(num_consumed)
                 self._check()
