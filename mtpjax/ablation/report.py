@@ -87,7 +87,7 @@ CELL_COLUMNS = ("drafter", "batch_size", "temperature", "num_steps", "topk", "nu
 
 
 def to_csv(rows: Iterable[Row]) -> str:
-    """Formats `cells.csv` with one line per cell. Spaces separate the rates by level, and costs are in milliseconds."""
+    """Formats `cells.csv` with one line per cell, per-level rates separated by spaces, and costs in milliseconds."""
 
     def estimate(row: Row, name: str) -> Row:
         return {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}

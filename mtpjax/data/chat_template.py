@@ -108,7 +108,8 @@ class ChatTemplates:
         with_generation: bool,
     ) -> RenderedChat:
         _check_size(template, messages)
-        # 1. Choose the forms by rendering probes of this shape.
+        # 1. Find the forms in which the template reads messages, by rendering probe messages with the same roles and
+        # fields as this conversation.
         others = {name: value for name, value in variables.items() if name != "strftime_now"}
         forms = _with_errors(lambda: choose_forms(template, messages, tools, others))
 

@@ -359,7 +359,8 @@ class Engine:
         # 3. The text of rows with a grammar is now known, so their drafts can be masked and verified.
         calls += [self._executor.verify(draft, self._delivery.allowed(draft)) for draft in drafts]
         self._in_flight = calls
-        # 4. Store the pages that left the pool, whose copies were started before this tick's calls.
+        # 4. Wait for the copies of evicted pages, and store them on the host. `move_pages` started these copies before
+        # this tick's calls.
         for host, copies in leaving:
             copies.arrive(host)
 

@@ -41,7 +41,7 @@ class EngineSettings:
             share no prefixes; None means four per slot. No effect on other models.
         host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. Requires a single device.
         rebalance_experts_every: ticks between two placements of the experts on a mesh that shards them. A placement
-            follows how often texts choose each expert. None disables this. The parameters must have placements
+            follows the number of tokens routed to each expert. None disables this. The parameters must have placements
             (`place_all_layers`), and the engine takes ownership of them, because it deletes the arrays of experts that
             it has moved.
     """

@@ -97,7 +97,7 @@ def grouped_matmul_kernel(
     Args:
         route: From `route_few_tokens` or `route_many_tokens`.
         x: [R, K] with one row per pair or per token.
-        weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x gate) * (x up)`.
+        weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x @ gate) * (x @ up)`.
         out_dtype: Dtype of the result.
         scales: For fp8 weights, float32 in the shape of the weight but with ceil(K / block) entries along the K axis.
         transposed: The weight is [E, N, K].
@@ -135,7 +135,7 @@ def grouped_matmul_kernel(
     table_bytes = sum(array.nbytes for array in route.tables)
     bytes_moved = num_weight_reads * bytes_per_expert
     bytes_moved += num_slabs * (route.num_pairs * K * x.dtype.itemsize + route.bytes_per_slab)
-    # The grid is slabs x blocks in one dimension; the kernel orders them.
+    # Flatten slabs x blocks into a one-dimensional grid; the kernel maps each program to its slab and block.
     grid = (num_slabs * route.num_blocks,)
     run = lambda *operands, platform: pl.pallas_call(
         functools.partial(

@@ -151,6 +151,6 @@ def speedups(runs: Sequence[Run]) -> list[Speedup]:
 
 
 def _mean(pairs: list[list[dict[str, Any]]], side: int, name: str) -> float | None:
-    """Returns the mean over pairs, or None if a run lacks the number."""
+    """Returns the mean of metric `name` over one side of the pairs, or None if any of those runs lacks the metric."""
     values = [pair[side][name] for pair in pairs]
     return None if None in values else sum(values) / len(values)
