@@ -121,7 +121,7 @@ def speedups(runs: Sequence[Run]) -> list[Speedup]:
         pairs = [pair for pair in pairs if len(pair) == 2]
         if not pairs:
             continue
-        # Throughput is all tokens over all seconds. A pair is the unit that is resampled.
+        # Throughput is the number of all tokens divided by all seconds. Resampling draws whole pairs.
         tokens = np.array([[side["total_output_tokens"] for side in pair] for pair in pairs], float)  # [pairs, 2]
         seconds = np.array([[side["duration"] for side in pair] for pair in pairs], float)
         throughput = tokens.sum(0) / seconds.sum(0)
