@@ -70,8 +70,8 @@ def format_recommendation(
         *(f"- drafter {each.name}: {each.kind}, {each.digest}, {each.path}" for each in methods if each.path),
         "- ratio: tokens/s relative to plain decoding with the same prompts, batch and temperature, measured "
         "alternately; 95 % intervals",
-        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds, without "
-        "the cost of acceptance and sampling",
+        "- ideal: accept length divided by the cost of a round's passes (verifying and drafting) in plain rounds, "
+        "without the cost of acceptance and sampling",
     ]
     # A single batch of prompts cannot be resampled, so its interval does not include the variation between prompts.
     single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)

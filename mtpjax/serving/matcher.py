@@ -32,7 +32,7 @@ def explain(message: str) -> str:
     if found := _TOO_MANY.search(message):
         return (
             f"it allows {found['items']} alternatives at one point, more than {found['limit']}; an object has about "
-            "four for each of its optional properties, so make some of them required, or ask for fewer"
+            "four for each of its optional properties, so make some of them required, or leave some out"
         )
     found = _WRAPPED.match(message)
     message = found["problem"] if found else message

@@ -64,7 +64,7 @@ def _describe_what_was_found(values: dict[str, Any], names: Collection[str]) -> 
     plain = " ".join(class_names(values)).lower()
     hint = ""
     if "eagle" in plain and "eagle3" not in plain:
-        hint = "; EAGLE-1 and EAGLE-2 are not supported, EAGLE-3 is"
+        hint = "; EAGLE-1 and EAGLE-2 are not supported, but EAGLE-3 is"
     elif any(other in plain for other in NOT_SUPPORTED):
         hint = "; P-EAGLE and DFlash 2 are not supported"
     return (

@@ -79,8 +79,8 @@ class Speedup:
     """The comparison at one concurrency.
 
     Attributes:
-        ratio: output throughput with drafts divided by output throughput without drafts. The interval is over pairs of
-            runs, and is nan for a single pair.
+        ratio: output throughput with drafts divided by output throughput without drafts. The interval comes from
+            resampling pairs of runs, and is nan for a single pair.
         throughput: output tokens per second, without and with drafts.
         ttft: mean milliseconds to the first token, without and with drafts.
         itl: mean milliseconds per token after the first, without and with drafts; None if there are no such tokens.
