@@ -236,8 +236,8 @@ def choose_forms(
         probe = [probe_messages.probe_message(messages[index], n, own_ids=True) for n, index in enumerate(kept)]
         forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if problem.rank == FAILED:
-        # The template will either fail on the messages too or depends on their text. Fewer templates fail on an empty
-        # text than on null.
+        # The template either fails on the messages too, or depends on their text. Fewer templates fail on an empty text
+        # than on null.
         return Forms(empty="text")
     if problem.rank == MISSING:
         if problem.lost < 0:

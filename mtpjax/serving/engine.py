@@ -49,7 +49,7 @@ from mtpjax.serving.scoring import check_text
 from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.status import EngineStatus
 
-RETRY_SECONDS = 1.0  # between two attempts to rebuild the state
+RETRY_SECONDS = 1.0  # time between two attempts to rebuild the state
 HELD_SECONDS = 0.5  # interval at which the time limits of requests that wait for a program are checked
 
 _log = logging.getLogger(__name__)

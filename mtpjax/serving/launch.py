@@ -36,7 +36,7 @@ from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.sizes import EngineSettings, resolve_sizes
 from mtpjax.serving.watchdog import Watchdog
 
-ERROR_SECONDS = 1.0  # for clients to receive their errors before the process ends
+ERROR_SECONDS = 1.0  # time for clients to receive their errors before the process ends
 CPU_POOL_BYTES = 1 << 30  # size of the default pool if no accelerator reports its memory
 
 _log = logging.getLogger(__name__)

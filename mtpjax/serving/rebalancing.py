@@ -65,7 +65,7 @@ class ExpertRebalancer:
         if self._waiting:
             self._place_layer(*self._waiting.popleft())
         elif self._num_ticks % self._every == 0 and self._counts:
-            # Reading waits only if `every` is small, because these calls were dispatched many ticks ago.
+            # Reading the counts waits only if `every` is small. Otherwise, their calls were dispatched many ticks ago.
             counts, self._counts = self._counts, []
             self._waiting.extend(zip(self._placements, np.sum(jax.device_get(counts), axis=0), strict=True))
         # 2. Count the tokens routed to each expert in another block, for the next placement.

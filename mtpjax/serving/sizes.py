@@ -157,7 +157,7 @@ def resolve_sizes(
     costs = settings.depth_costs
     if costs is not None and [len(each) for each in costs] != [num_steps + 1] * len(batch_sizes):
         raise ValueError(f"depth_costs must have {num_steps + 1} durations for each of batch_sizes {batch_sizes}")
-    # 4. A prefill call processes one chunk each of several prompts.
+    # 4. A prefill call processes one chunk of each of several prompts.
     chunk = decoder.spec.prefill_chunk
     prefill_rows = min((settings.prefill_tokens or 4 * chunk) // chunk, shard_slots)
     return EngineSizes(

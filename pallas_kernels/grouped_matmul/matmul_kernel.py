@@ -126,7 +126,8 @@ def grouped_matmul_kernel(
     if return_products:
         outputs.append(jax.ShapeDtypeStruct((route.num_pairs, num_parts, N), x.dtype))
     inputs = [x, weight] + ([] if scales is None else [scales])
-    # The number of active experts depends on the ids. The cost estimate assumes the maximum, and a read for each block.
+    # The number of active experts depends on the ids. The cost estimate assumes the largest possible number, and that
+    # each block reads the weights of its expert.
     max_active_experts = min(E, route.num_pairs)
     num_weight_reads = max_active_experts
     if route.max_products == 1:
@@ -280,5 +281,5 @@ def _grouped_matmul_body(
 
 
 def _load(ref, mask):
-    """Loads a ref, with 0 where the mask is false. Without a mask, the compiler need not prove that loads are wide."""
+    """Loads a ref, with 0 where the mask is false. Pass None if no mask is needed: a mask can prevent wide loads."""
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)

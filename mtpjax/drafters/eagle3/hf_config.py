@@ -136,7 +136,7 @@ def _layer_ids(
         raise ConfigError(
             f"config.json: {LAYER_IDS} {list(listed)} has two readings: the states that enter these layers (vLLM, "
             f"EAGLE), or the outputs of these layers, which enter {list(output)} (SGLang){usual}. Pass aux_layers "
-            "'entered' or 'output' (--aux-layers); the better one is accepted far more often on any text"
+            "'entered' or 'output' (--aux-layers); with the right one, drafts are accepted far more often on any text"
         )
     # SGLang and vLLM capture the last layer's output before the final norm.
     return entered_layers(
