@@ -81,7 +81,7 @@ _CORRECTION_BIAS = {"router_correction_bias": True}
 _DEEPSEEK = {"rope_interleave": True} | _CORRECTION_BIAS
 _DEEPSEEK_ROUTING = {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 _EPSILON = {"rms_norm_eps": 1e-5}
-# Settings that transformers' mixture-of-experts classes fix.
+# Values that some of transformers' mixture-of-experts classes use, regardless of `config.json`.
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _PLAIN_ROUTING = _ONE_GROUP | {"routed_scaling_factor": 1.0, "n_shared_experts": 0}
 _NORMALIZED = {"norm_topk_prob": True}

@@ -87,7 +87,7 @@ def describe_config(
     # MTP modules are the last blocks, and llama.cpp includes them in the number of blocks.
     modules = data.integer("nextn_predict_layers", 0)
     if modules >= blocks:
-        raise data.error("nextn_predict_layers", f", but block_count, which includes them, is {blocks}")
+        raise data.error("nextn_predict_layers", f", but block_count, which includes these layers, is {blocks}")
     # Some programs drop the modules but keep the key with their number, and all blocks then belong to the trunk.
     is_dropped = modules and not any(".nextn." in name for name in header.tensors)
     trunk = blocks if is_dropped and any(f"blk.{blocks - 1}." in name for name in header.tensors) else blocks - modules
@@ -236,7 +236,8 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
         raise ConfigError(
             f"{ROPE_FACTORS} has shape {list(factors.shape)} and rope.freq_base is {theta!r}: not supported"
         )
-    # The lowest frequencies are divided by the factor itself. The other settings are the same in all releases.
+    # llama3 scaling divides the lowest frequencies by the full scaling factor, which is therefore the largest stored
+    # factor. The other settings are the same in all Llama releases that use this scaling.
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     wavelengths = 2 * math.pi * float(theta) ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)

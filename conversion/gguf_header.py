@@ -86,7 +86,7 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
         end = begin + _tensor_bytes(name, shape, kind, block_sizes, path)
         if end > cursor.size:
             raise CheckpointFileError(
-                f"{path} is truncated: tensor {name!r} ends at byte {end}, but the file has {cursor.size}"
+                f"{path} is truncated: tensor {name!r} ends at byte {end}, but the file has {cursor.size} bytes"
             )
         tensors[name] = GGUFTensor(name, shape, kind, begin, end)
     return GGUFHeader(metadata, tensors)
@@ -128,7 +128,8 @@ class _Cursor:
         """Returns the next bytes. Raises an error if the file does not have that many."""
         if count > self.size - self.offset:
             raise CheckpointFileError(
-                f"{self.path} is truncated: {count} bytes are expected at byte {self.offset}, but it has {self.size}"
+                f"{self.path} is truncated: {count} bytes are expected at byte {self.offset}, but the file has "
+                f"{self.size} bytes"
             )
         place = self.offset - self._begin
         if place + count > len(self._buffer):

@@ -125,7 +125,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
     bias = reader.flag("attention_bias", fields.get("attention_bias", False))
-    # Most transformers classes then also have an output bias; families without an output bias fix the field to False.
+    # Most transformers classes then also have an output bias. For a family without one, `fixed` sets it to False.
     # The key is only written for GGUF files, where the tensors decide.
     has_output_bias = reader.flag("attention_output_bias", fields.get("attention_output_bias", True))
     made = {
@@ -134,7 +134,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_output_bias": bias and has_output_bias,
     }
-    # Families that always normalize queries and keys fix this setting, but mtpjax's exports also contain it.
+    # A family that always normalizes queries and keys has this setting in `fixed`. mtpjax's exports also contain it.
     if fields.get("use_qk_norm"):
         reader.require("use_qk_norm", True)
     else:

@@ -79,5 +79,5 @@ def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     if platform == "cpu" and need * devices > have:
         raise CheckpointFileError(
-            f"out of memory: the parameters need {need * devices:.3g} bytes, and this machine has {have:.3g}"
+            f"out of memory: the parameters need {need * devices:.3g} bytes, and this machine has {have:.3g} bytes"
         )

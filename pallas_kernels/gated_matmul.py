@@ -22,7 +22,7 @@ from pallas_kernels.gradients import differentiated_by
 
 
 def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
-    """Computes `silu(x gate) * (x up)` (SwiGLU, 2002.05202) for a few rows, optionally with fp8 block scales.
+    """Computes `silu(x @ gate) * (x @ up)` (SwiGLU, 2002.05202) for a few rows, optionally with fp8 block scales.
 
     The kernel rounds once; "xla" rounds the products and each factor to x's dtype. Differentiable in reverse mode, with
     the gradient of "xla".

@@ -44,7 +44,7 @@ def head_top_k(
     width, num_columns = head.shape[::-1] if is_transposed and head.ndim == 2 else head.shape
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != width:
         layout = "[V, D]" if is_transposed else "[D, V]"
-        raise ValueError(f"head {head.shape}, as {layout}, does not fit the last dimension of hidden {hidden.shape}")
+        raise ValueError(f"hidden {hidden.shape} does not fit head {head.shape}: expected [..., D] and {layout}")
     num_tokens = num_columns if num_tokens is None else num_tokens
     if not 1 <= num_tokens <= num_columns:
         raise ValueError(f"num_tokens {num_tokens} is outside 1..{num_columns}, the number of columns of the head")

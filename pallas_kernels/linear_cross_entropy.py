@@ -425,7 +425,7 @@ def _traced_index(index: int) -> jax.Array:
 
 
 def _load(ref, *masks):
-    """Loads a ref, with 0 where a mask is false. Without masks, the compiler need not prove that loads are wide."""
+    """Loads a ref, with 0 where a mask is false. Pass None if no mask is needed: a mask can prevent wide loads."""
     masks = [mask for mask in masks if mask is not None]
     if not masks:
         return plt.load(ref)

@@ -33,7 +33,7 @@ def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -
         ValueError: `scale` does not match the last dimension of `x`.
     """
     if x.ndim == 0 or scale.shape != x.shape[-1:]:
-        raise ValueError(f"scale {scale.shape} does not fit the last dimension of x {x.shape}")
+        raise ValueError(f"x {x.shape} does not fit scale {scale.shape}: expected [..., D] and [D]")
     shape = {"rows": x.size // x.shape[-1], "width": x.shape[-1]}
     chosen = choose("rms_norm", implementation, ("xla", "triton"), shape)
     if chosen == "xla" or x.size == 0:

@@ -23,7 +23,7 @@ from pallas_kernels.top_k import top_k
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The rule by which tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
+    """The rule that chooses each token's experts (DeepSeek-V3, 2412.19437, section 2.1.2).
 
     Attributes:
         k: Experts per token.

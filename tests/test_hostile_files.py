@@ -80,7 +80,7 @@ def test_yaml_aliases_that_expand_without_bound_are_refused(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     (tmp_path / "run.yaml").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"run\.yaml cannot be read: its aliases expand to more than 1048576 bytes"):
+    with pytest.raises(ValueError, match=r"run\.yaml cannot be read: the aliases expand to more than 1048576 bytes"):
         read_yaml(tmp_path / "run.yaml")
     (tmp_path / "run.yaml").write_text("a: " + "x" * (1 << 20))
     with pytest.raises(ValueError, match="larger than 1048576 bytes"):

@@ -42,8 +42,8 @@ from mtpjax.serving.status import EngineStatus
 from tests.helpers.small_models import constructed_drafter, constructed_params, small_config
 
 MAX_LENGTH = 96
-NUM_PAGES = 24  # of 8 positions; one text needs up to 14, so requests are preempted
-NUM_THREADS = 4  # that submit requests
+NUM_PAGES = 24  # pages of 8 positions; one text needs up to 14, so requests are preempted
+NUM_THREADS = 4  # threads that submit requests
 ABORTED_SHARE = 0.1
 MEAN_PAUSE = 0.004  # seconds between two requests of a thread
 LOGPROB_TOLERANCE = 1e-4  # float32 sums in a different order

@@ -47,7 +47,7 @@ from mtpjax.serving.request import Request
 
 RESULT = RESULTS / "trace_host.json"
 KEPT_NAMES = 60  # maximum number of events, and of lines of XLA's log
-KEPT_CALLS = 60  # of a load
+KEPT_CALLS = 60  # number of a load's first calls to keep
 KEPT_LINES = 40  # lines of XLA's log that are kept unchanged
 MAX_LINE = 400  # characters
 

@@ -22,8 +22,8 @@ def list_cells(
         settings.temperatures,
     )  # fmt: skip
     for method, batch_size, num_steps, topk, num_draft_tokens, name, temperature in combinations:
-        # `DecodeConfig`, `check_settings` and `_check_combination` reject a cell that cannot run (such as a depth
-        # beyond a drafter's heads) or that duplicates another cell. The report shows their messages as reasons.
+        # `DecodeConfig`, `check_settings` and `_check_combination` reject a cell that cannot run (for example, with
+        # more draft levels than the drafter has heads) or that duplicates another cell. The report shows the reasons.
         nodes = num_draft_tokens or None if topk > 1 and num_steps else None
         for rule in resolve_rules(name, topk, temperature):
             try:

@@ -70,14 +70,16 @@ def format_recommendation(
         *(f"- drafter {each.name}: {each.kind}, {each.digest}, {each.path}" for each in methods if each.path),
         "- ratio: tokens/s relative to plain decoding with the same prompts, batch and temperature, measured "
         "alternately; 95 % intervals",
-        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds, without "
-        "the cost of acceptance and sampling",
+        "- ideal: accept length divided by the cost of a round's passes (verifying and drafting) in plain rounds, "
+        "without the cost of acceptance and sampling",
     ]
-    # A single batch of prompts cannot be resampled, so its interval does not cover other prompts.
+    # A single batch of prompts cannot be resampled, so its interval does not include the variation between prompts.
     single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
     if single_batch_sizes:
         sizes = ", ".join(map(str, single_batch_sizes))
-        lines.append(f"- at batch {sizes}, all prompts are one batch: intervals cover timing, not other prompts")
+        lines.append(
+            f"- at batch {sizes}, all prompts are one batch: intervals include the variation of timings, not of prompts"
+        )
     lines += [f"- {cell_of(row).name}: {row['problem']}" for row in rows if row["problem"]]
     lines += [f"- left out: {reason} ({count_of(count, 'cell')})" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
@@ -87,7 +89,7 @@ CELL_COLUMNS = ("drafter", "batch_size", "temperature", "num_steps", "topk", "nu
 
 
 def to_csv(rows: Iterable[Row]) -> str:
-    """Formats `cells.csv` with one line per cell. Spaces separate the rates by level, and costs are in milliseconds."""
+    """Formats `cells.csv` with one line per cell, per-level rates separated by spaces, and costs in milliseconds."""
 
     def estimate(row: Row, name: str) -> Row:
         return {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}

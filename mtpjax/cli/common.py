@@ -80,7 +80,7 @@ def add_plot_formats_flag(parser) -> None:
         choices=FORMATS,
         default=list(DEFAULT_FORMATS),
         metavar="FORMAT",
-        help=f"file formats of the plots: {', '.join(FORMATS)}; give none to skip the plots",
+        help=f"file formats of the plots: {', '.join(FORMATS)}; pass the flag without a format to skip the plots",
     )
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from types import FrameType
 
-RETRY_SECONDS = 0.05  # before an interrupt at an unsafe moment is delivered again
+RETRY_SECONDS = 0.05  # delay before an interrupt at an unsafe moment is delivered again
 MAX_SECONDS = 10.0  # maximum delay of an interrupt
 
 

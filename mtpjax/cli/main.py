@@ -141,7 +141,7 @@ def _exit_code(kind: type[Exception]) -> int:
 
 
 def _prepare_process(command: str, *, is_own: bool) -> None:
-    """Sets up the process for a command. With `is_own`, the process runs only this command."""
+    """Sets up memory, logging and signals for a command. `is_own`: the process exists only for this command."""
     # `keep_freed_memory` may restart the process.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()

@@ -147,7 +147,7 @@ def _train(options) -> int:
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite cannot be combined: one resumes the run, the other replaces it")
     if options.allow_config_change and not options.resume:
-        raise ValueError("--allow-config-change needs --resume: a new run has no settings to differ from")
+        raise ValueError("--allow-config-change needs --resume: a new run has no earlier settings to change")
     # Some modes train nothing, and only print the settings or the architecture, or check them against data and memory.
     if options.print_config:
         print(to_yaml(config), end="")

@@ -108,7 +108,8 @@ class ChatTemplates:
         with_generation: bool,
     ) -> RenderedChat:
         _check_size(template, messages)
-        # 1. Choose the forms by rendering probes of this shape.
+        # 1. Find the forms in which the template reads messages, by rendering probe messages with the same roles and
+        # fields as this conversation.
         others = {name: value for name, value in variables.items() if name != "strftime_now"}
         forms = _with_errors(lambda: choose_forms(template, messages, tools, others))
 
@@ -235,8 +236,8 @@ def choose_forms(
         probe = [probe_messages.probe_message(messages[index], n, own_ids=True) for n, index in enumerate(kept)]
         forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if problem.rank == FAILED:
-        # The template will either fail on the messages too or depends on their text. Fewer templates fail on an empty
-        # text than on null.
+        # The template either fails on the messages too, or depends on their text. Fewer templates fail on an empty text
+        # than on null.
         return Forms(empty="text")
     if problem.rank == MISSING:
         if problem.lost < 0:

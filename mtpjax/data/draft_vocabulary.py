@@ -177,5 +177,5 @@ def _record_texts(record: dict[str, Any]) -> list[str]:
     values = [record[key] for key in COUNTED_KEYS if key in record]
     texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"has no text under any of {', '.join(COUNTED_KEYS)}")
+        raise ValueError(f"has no text in any of the fields {', '.join(COUNTED_KEYS)}")
     return texts

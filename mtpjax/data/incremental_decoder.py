@@ -269,8 +269,8 @@ class TokenizerDecoder:
         tokenizer: a `tokenizers.Tokenizer`. Its vocabulary and decoder must not change.
 
     Attributes:
-        is_total: whether the package's `decode` works for every list of ids. It fails if a text is shorter than what a
-            Strip stage drops at the end.
+        is_total: whether `tokenizer.decode` accepts every list of ids. With a decoder that strips characters from the
+            end, it fails on texts that have fewer characters than it strips.
     """
 
     def __init__(self, tokenizer: Any):
@@ -331,7 +331,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
         return _byte_of_name, ByteFallbackStage
     if kind == "Strip":
         return (lambda piece: "".join(StripStage(step["content"], step["start"], step["stop"]).push(piece))), None
-    # Apply the package's decoder to one token to get its piece.
+    # Apply the decoder of `tokenizers` to one token to get its piece.
     decoder = _rust_decoder(step)
     if kind == "Replace":
         return (lambda piece: decoder.decode([piece])), None

@@ -15,8 +15,8 @@ from mtpjax.safe_open import open_regular, parse_json
 
 FileDigest = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-MAX_LINE_BYTES = 64 << 20  # for compressed files, whose lines can be far longer than the file
-MAX_JSON_BYTES = 1 << 30  # for a `.json` list, which is parsed as a whole
+MAX_LINE_BYTES = 64 << 20  # limit for compressed files, whose lines can be far longer than the file
+MAX_JSON_BYTES = 1 << 30  # limit for a `.json` list, which is parsed as a whole
 
 
 def is_record_file(path: str | os.PathLike) -> bool:

@@ -156,7 +156,7 @@ def _encode_record(
     text = record.get(field)
     if not isinstance(text, str):
         other = "" if source.field else ", and no 'messages', 'conversations' or 'instruction'"
-        raise SkippedRecordError("corrupt", f"has no text '{field}'{other}")
+        raise SkippedRecordError("corrupt", f"has no text in field '{field}'{other}")
     if source.kind == "formatted":
         return [_with_answers(*encode_formatted(text, tokenizer))], category, []
     return [(_encode_text(text, tokenizer), None)], category, []

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-MAX_SECONDS = 10  # for one conversation; published templates need milliseconds
+MAX_SECONDS = 10  # time limit for one conversation; published templates need milliseconds
 ANSWER_SECONDS = 2  # additional time for a worker to start, and for its answer to arrive
 MAX_MEMORY = 512 << 20  # bytes of the worker's address space (not enforced on macOS; the time limit bounds it there)
 MAX_OUTPUT_CHARACTERS = 16 << 20
@@ -89,10 +89,10 @@ class TemplateWorker:
                 answer = self._worker.ask([line], seconds)
         except WorkerEnded as ended:
             if ended.code == -signal.SIGALRM:
-                raise TemplateFailure(f"it ran for more than {MAX_SECONDS} seconds") from ended
+                raise TemplateFailure(f"the template ran for more than {MAX_SECONDS} seconds") from ended
             if ended.code is None:
-                raise TemplateFailure(f"its process did not answer within {seconds} seconds") from ended
-            message = f"its process ended with code {ended.code}, probably because it needs over {MAX_MEMORY >> 20} MiB"
+                raise TemplateFailure(f"the process did not answer within {seconds} seconds") from ended
+            message = f"the process ended with code {ended.code}, probably because it needs over {MAX_MEMORY >> 20} MiB"
             raise TemplateFailure(message) from ended
         return [_to_result(each) for each in json.loads(answer)]
 
@@ -187,7 +187,7 @@ def _render(template: Any, variables: dict[str, Any]) -> str:
         parts.append(part)
         size += len(part)
         if size > MAX_OUTPUT_CHARACTERS:
-            raise ValueError(f"its text has more than {MAX_OUTPUT_CHARACTERS} characters")
+            raise ValueError(f"the rendered text has more than {MAX_OUTPUT_CHARACTERS} characters")
     return "".join(parts)
 
 

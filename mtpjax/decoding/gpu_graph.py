@@ -27,7 +27,7 @@ from mtpjax.errors import printable
 
 # XLA's default list of operations that graphs may contain, plus WHILE. The compiler option replaces the whole list.
 _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
-# By default XLA makes no graph with fewer than 5 operations, and a recorded loop counts as one operation.
+# By default, XLA does not make a graph with fewer than 5 operations, and a recorded loop counts as one operation.
 GRAPH_OPTIONS = {"xla_gpu_enable_command_buffer": _RECORDED, "xla_gpu_graph_min_graph_size": "1"}
 MESH_GRAPH_OPTIONS = {**GRAPH_OPTIONS, "xla_gpu_enable_command_buffer": f"{_RECORDED},COLLECTIVES"}
 

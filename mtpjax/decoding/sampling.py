@@ -40,7 +40,7 @@ class SamplingFeatures:
 
 
 class SamplingArrays(flax.struct.PyTreeNode):
-    """Sampling parameters of B rows, as arrays. The pytree has the same leaves for all options."""
+    """Sampling parameters of B rows, as arrays. Every leaf is present, whichever options are enabled."""
 
     temperature: jax.Array  # [B] float32; 0: greedy
     seed: jax.Array  # [B, 2] uint32

@@ -360,5 +360,5 @@ def _report(decoder: Decoder, state: DecodeState, batch: Batch, before: jax.Arra
 
 
 def in_every_process(tree: Any) -> Any:
-    """Replicates arrays to every process, because process 0 reads them. A single process can read all shards anyway."""
+    """Replicates arrays to every process in a multi-process run, because process 0 reads all shards."""
     return tree if jax.process_count() == 1 else jax.lax.with_sharding_constraint(tree, PartitionSpec())

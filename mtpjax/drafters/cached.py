@@ -84,7 +84,7 @@ class CachedDrafter(BufferedDrafter):
         """Makes empty caches and an empty buffer of trunk states."""
         model, spec = decoder.model, decoder.spec
         num_modules, config, kinds, state_size = self.sizes(model)
-        # An adaptive call also buffers the states from rounds at depth 0, because these do not run the modules.
+        # An adaptive call also buffers the states from rounds at depth 0, because such rounds do not run the modules.
         buffer_size = self.num_extend_positions(model, spec.num_steps)
         if spec.is_adaptive:
             buffer_size = HIDDEN_BUFFER + spec.num_steps

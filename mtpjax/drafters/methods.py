@@ -148,8 +148,8 @@ def load_drafter(
     sizes = stored.config.trunk
     if sizes[:2] != trunk[:2]:
         raise UsageError(
-            f"{path} is for a trunk of vocabulary {sizes[0]} and width {sizes[1]}; this one has {trunk[0]} and "
-            f"{trunk[1]}"
+            f"{path} is for a trunk of vocabulary {sizes[0]} and width {sizes[1]}; this one has vocabulary "
+            f"{trunk[0]} and width {trunk[1]}"
         )
     ids = None if stored.draft_ids is None else jnp.asarray(stored.draft_ids)
     return stored.method.for_architecture(stored.config), DraftParams(stored.params, ids)

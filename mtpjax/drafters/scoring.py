@@ -63,7 +63,7 @@ def own_head(params: dict, matrices: tuple[jax.Array, ...], ids: jax.Array | Non
     num_columns = matrices[0].shape[1]
     ids = jnp.arange(num_columns, dtype=jnp.int32) if ids is None else ids
     if len(ids) != num_columns:
-        raise ValueError(f"the drafter's head has {num_columns} columns, but draft_ids has {len(ids)}")
+        raise ValueError(f"the drafter's head has {num_columns} columns, but draft_ids has {len(ids)} elements")
     matrices = tuple(matrix.astype(params["embedding"].dtype) for matrix in matrices)
     return ReducedHead(matrices, ids, _columns(ids, model.config.vocab_size))
 

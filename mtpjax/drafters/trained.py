@@ -16,6 +16,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Drafter, Weights
 from mtpjax.decoding.limits import DraftLimits
 from mtpjax.drafters.scoring import PreparedDrafter, own_head
+from mtpjax.messages import count_of
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.parallel import num_shards
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
@@ -149,12 +150,12 @@ class TrainedDrafter(Drafter):
         if trunk[:2] != (found.vocab_size, found.hidden_size):
             raise ValueError(
                 f"the {self.title} drafter is for a trunk of width {trunk.hidden_size} and vocabulary "
-                f"{trunk.vocab_size}; this one has {found.hidden_size} and {found.vocab_size}"
+                f"{trunk.vocab_size}; this one has width {found.hidden_size} and vocabulary {found.vocab_size}"
             )
         if trunk.num_hidden_layers not in (0, found.num_hidden_layers):
             raise ValueError(
                 f"the {self.title} drafter is for a trunk of {trunk.num_hidden_layers} layers; "
-                f"this one has {found.num_hidden_layers}"
+                f"this one has {count_of(found.num_hidden_layers, 'layer')}"
             )
         if self.max_levels is not None and config.num_steps > self.max_levels:
             raise ValueError(f"num_steps {config.num_steps} exceeds the {self.max_levels} {self.limits.levels}")

@@ -89,6 +89,6 @@ def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray
         at_least = np.pad(acceptance[:, position], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
         rounds += starts_here
         accepted += starts_here[:, None] * acceptance[:, position]
-        # P(exactly n drafts) = P(at least n) - P(at least n + 1) moves the anchor by n + 1 positions.
+        # P(exactly n drafts) = P(at least n) - P(at least n + 1). Such a round moves the anchor by n + 1 positions.
         is_anchor[:, position + 1 : position + K + 2] -= starts_here[:, None] * np.diff(at_least, axis=1)
     return rounds, accepted

@@ -100,7 +100,7 @@ def measure(
     shapes = shapes_up_to(config.num_steps, config.topk, config.num_draft_tokens)
     _check_modules(model, config)
     drafter = make_drafter(config)
-    # A drafter rejects unsupported settings, such as a depth beyond its heads.
+    # A drafter rejects unsupported settings, such as more draft levels than it has heads.
     check_settings(model, config, drafter)
     context, capacity = _fit_context(
         model, max(max_slots_written(model, shape, drafter) for shape in shapes), conditions

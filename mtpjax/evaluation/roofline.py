@@ -20,7 +20,7 @@ from mtpjax.models.sharding import CACHE_AXES, path_name
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU according to its data sheet, with assumptions about kernels on it.
+    """Data-sheet figures of a GPU, plus assumed kernel efficiencies.
 
     Attributes:
         name: name of the GPU.
@@ -30,7 +30,7 @@ class Device:
         bandwidth_share: share of the bandwidth that bfloat16 kernels are assumed to reach.
         fp8_bandwidth_share: the same share for kernels that read and convert fp8 weights.
         flops_share: share of `flops` that kernels are assumed to reach.
-        seconds_per_launch: assumed time from the end of a kernel to the start of the next one in a graph.
+        seconds_per_launch: assumed time from the end of a kernel to the start of the next one in a CUDA or HIP graph.
         link: bytes per second that a GPU can send to GPUs in its node, in one direction.
         network: bytes per second that a GPU can send to GPUs in other nodes.
     """
@@ -313,7 +313,7 @@ def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]])
 
 
 def _experts(name: str, config: ModelConfig, work: Work, group: str, passes: Sequence[int]) -> Part:
-    """Returns the bytes and operations of the experts that at least one token in a pass is expected to choose."""
+    """Returns the bytes and operations of the experts that are expected to receive at least one token of a pass."""
     share = config.num_experts_per_tok / config.n_routed_experts
     tokens = [work.expert_rows * nodes for nodes in passes]
     chosen = sum(1 - (1 - share) ** count for count in tokens)

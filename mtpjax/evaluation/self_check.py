@@ -121,7 +121,7 @@ def _checked_record(record: Any, place: pathlib.Path) -> dict[str, list]:
         rows, levels = record["tokens"], len(record["agreement"])
         # Check the sizes first, because they determine how much memory the measurement needs.
         if not 0 < len(rows) <= MAX_ROWS or not all(len(row) <= MAX_COLUMNS for row in rows) or levels > MAX_COLUMNS:
-            raise ValueError(f"it must have 1 to {MAX_ROWS} rows of at most {MAX_COLUMNS} tokens")
+            raise ValueError(f"the record must have 1 to {MAX_ROWS} rows of at most {MAX_COLUMNS} tokens")
         metrics = np.array([record["agreement"], record["overlap"]], np.float32)
         tokens = np.array(rows, np.int32)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -218,7 +218,7 @@ def _checked_config(values: Any, params: dict, path) -> ModelConfig:
         ("num_mtp_modules", config.num_mtp_modules, modules),
     ):
         if found != value:
-            raise CheckpointError(f"{path / CONFIG_FILE} has {name} {value}, but the arrays have {found}")
+            raise CheckpointError(f"{path / CONFIG_FILE}: {name} is {value}, but the arrays imply {found}")
     return config
 
 

@@ -106,8 +106,8 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
             raise TokenizerError(f"{path}, line {number}: expected a token in base64 and its rank") from error
         if not 0 < len(token) <= MAX_TOKEN_BYTES or not 0 <= rank < 1 << 31 or token in ranks:
             raise TokenizerError(
-                f"{path}, line {number}: a token of {len(token)} bytes with rank {rank}; tokens must have 1 to "
-                f"{MAX_TOKEN_BYTES} bytes, be unique, and have ranks from 0 on"
+                f"{path}, line {number}: a token of {len(token)} bytes with rank {rank}; a token must be "
+                f"unique, with 1 to {MAX_TOKEN_BYTES} bytes and a rank from 0 to {(1 << 31) - 1}"
             )
         ranks[token] = rank
     if len(set(ranks.values())) < len(ranks):

@@ -1,4 +1,4 @@
-"""Counts how many tokens choose each expert of a mixture, for `mtpjax.models.expert_placement`."""
+"""Counts the tokens routed to each expert of a mixture, for `mtpjax.models.expert_placement`."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ from mtpjax.models.parallel import first_row
 
 
 def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: MTPModel) -> dict[str, np.ndarray]:
-    """Counts how many tokens choose each expert, in one trunk pass over whole rows.
+    """Counts the tokens routed to each expert, in one trunk pass over whole rows.
 
     Args:
         tokens: `[B, T]` int32 texts without padding, similar to those that will be decoded.

@@ -1,4 +1,4 @@
-"""Places experts on devices according to how often tokens choose them, with copies of the busiest experts.
+"""Places experts on devices according to how many tokens are routed to each, with copies of the busiest experts.
 
 If experts are split over devices, a layer is as slow as its busiest device. Routers send a large share of the tokens to
 a few experts. Copying these experts and mixing busy with idle experts on each device balances the load, as in

@@ -73,7 +73,7 @@ def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> 
 
 
 def gated_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """Applies SwiGLU's gate and up `[D, 2, F]` to `x [..., D]`; returns `silu(x gate) * (x up)`, `[..., F]`."""
+    """Computes SwiGLU's `silu(x @ gate) * (x @ up) [..., F]` from `x [..., D]` and stacked gate and up `[D, 2, F]`."""
     values, scales, block = _as_matrix(weight, x.shape[-1])
     return gated_matmul(x, values, scales, block=block, implementation=implementation)
 

@@ -34,15 +34,15 @@ class Vocabulary:
     # Columns and token ids.
 
     def size(self, own_size: int) -> int:
-        """Returns V for a shard of `local V` columns."""
+        """Returns V if each device has `own_size` columns."""
         return own_size if self.axis is None else own_size * num_shards(self.axis)
 
     def first_id(self, own_size: int) -> jax.Array | int:
-        """Returns the token id of the first of `local V` columns."""
+        """Returns the token id of this device's first column; the device has `own_size` columns."""
         return 0 if self.axis is None else jax.lax.axis_index(self.axis) * own_size
 
     def ids(self, own_size: int) -> jax.Array:
-        """Returns the token ids of the columns, `[local V]` int32."""
+        """Returns the token ids of this device's columns, `[local V]` int32."""
         ids = jnp.arange(own_size)
         return ids if self.axis is None else ids + self.first_id(own_size)
 

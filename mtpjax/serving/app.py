@@ -36,7 +36,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
         metrics: the metrics served at `/metrics`; if None, that path does not exist.
     """
     server = ApiServer(engine, tokenizer, settings)
-    # A reader process may be unable to import the class of any other tokenizer.
+    # A reader process may be unable to import the class of another tokenizer, so threads read the bodies then.
     num_readers = settings.num_readers if type(tokenizer) in (ByteTokenizer, HuggingFaceTokenizer) else 0
     server.readers = Readers(BodyReader(tokenizer, server.limits, settings.strict_fields), num_readers)
 

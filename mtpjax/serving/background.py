@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from mtpjax.serving.program_set import ProgramKey
 
 THREAD_NAME = "mtpjax-compile"
-LINE_SECONDS = 10.0  # between two log lines
-SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter lock; Python's default is 5 ms
+LINE_SECONDS = 10.0  # time between two log lines
+SWITCH_SECONDS = 0.0005  # how long the compiling thread keeps the interpreter lock; Python's default is 5 ms
 
 _log = logging.getLogger(__name__)
 

@@ -98,7 +98,7 @@ class Compilation:
         errors = [self._errors[key] for key in missing if key in self._errors]
         if missing and not errors:
             return False
-        self._enter(sequence, f"its program does not compile: {errors[0]}" if errors else "")
+        self._enter(sequence, f"the request's program does not compile: {errors[0]}" if errors else "")
         return True
 
     def _missing(self, sequence: Sequence) -> list[ProgramKey]:

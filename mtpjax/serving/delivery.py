@@ -62,7 +62,7 @@ class Delivery:
         """Counts requests that get a slot for the first time."""
         for sequence in sequences:
             if sequence.scored is not None:
-                sequence.scored.rows.clear()  # it starts again if it was preempted
+                sequence.scored.rows.clear()  # a preempted text starts again
             elif sequence.times.started is None:
                 sequence.times.started = time.monotonic()
                 self.totals["prompt_tokens"] += len(sequence.request.prompt)

@@ -196,7 +196,7 @@ class EngineSession(Session):
         return self.sizes.num_shards, self.sizes.prefill_sizes[-1], self.decoder.spec.prefill_chunk
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        """Counts how many tokens choose each expert in the L layers with experts. Returns `[L, E]` int32 on the device.
+        """Counts the tokens routed to each expert in the L layers with experts. Returns `[L, E]` int32 on the device.
 
         `tokens` are right-padded texts of shape `count_shape`, and `lengths` `[P, b]` are their lengths, 0 for no text.
         """

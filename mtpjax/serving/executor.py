@@ -118,7 +118,7 @@ class Executor:
         for sequence in sequences:
             grid[sequence.shard].append(sequence)
         grid = [row + [None] * (key.size - len(row)) for row in grid]
-        # 2. Their slots and pages. For a call that reads no pages, the table has a width of 1.
+        # 2. Their slots and pages. For a call that does not read pages, the table has a width of 1.
         width = key.width or 1
         batch = empty_batch(sizes, key.size, width)
         for shard, column, sequence in _cells(grid):

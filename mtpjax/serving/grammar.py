@@ -76,7 +76,7 @@ class Grammars:
             if (len(source) - len(source.rstrip("\\"))) % 2:  # llguidance would escape its own delimiter
                 raise GrammarError("the regular expression ends with an incomplete escape")
             compiled = LLMatcher.grammar_from_regex(source)
-        # A separate process compiles it first, because compiling cannot be interrupted here.
+        # A separate process compiles the grammar first, because compiling cannot be interrupted in this one.
         try:
             TRIAL_COMPILE(compiled, _LIMITS, seconds)
         except WorkerEnded as ended:

@@ -44,8 +44,9 @@ def find_ref_loop(schema: Any) -> list[str]:
         The references in a loop, with the first one repeated at the end; empty if there is no loop.
     """
     targets = _targets(schema)
-    # Settled references lead to a type. Settle the references whose target has a type, then those whose target refers
-    # to settled ones, and so on. Targets follow the references to them, so one pass from the end settles nearly all.
+    # A reference is settled once it is known to end at a type. Settle the references whose target has a type, then
+    # those whose target refers to settled ones, and so on. `targets` lists most references before those that their
+    # targets contain, so one pass from the end settles nearly all.
     settled: set[str] = set()
     num_before = -1
     while len(settled) > num_before:
@@ -99,7 +100,7 @@ def _resolve(ref: str, root: Any) -> Any:
 
 
 def _is_settled(schema: Any, settled: set[str], targets: dict[str, Any]) -> bool:
-    """Returns whether a schema leads to a type if the settled references do."""
+    """Returns whether a schema's references in place end at a type, given that those in `settled` do."""
     if not isinstance(schema, dict):
         return True
     ref = schema.get("$ref")

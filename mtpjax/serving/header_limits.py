@@ -34,8 +34,8 @@ class LimitedProtocol(AutoHTTPProtocol):
     cycle: Any
 
     _header_timer: asyncio.TimerHandle | None = None
-    _awaits_header = True  # with httptools: between two requests, or in a header
-    _num_header_bytes = 0  # received since the last header ended or the last body byte arrived
+    _awaits_header = True  # with httptools: True between two requests and in a header
+    _num_header_bytes = 0  # bytes received since the last header ended or the last body byte arrived
     _tail = b""  # the last bytes received, in which the end of the header may start
 
     def connection_made(self, transport: Any) -> None:

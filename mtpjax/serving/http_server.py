@@ -83,7 +83,7 @@ def run_app(
         server_header=False,
         # Without lifespan events, uvicorn logs nothing at a second Ctrl-C.
         lifespan="on" if has_lifespan else "off",
-        timeout_graceful_shutdown=5,  # after the drain, for clients that do not read the rest
+        timeout_graceful_shutdown=5,  # time after the drain for clients that do not read the rest
         # A client that sends a request just as the server closes an idle connection gets an error. httpx keeps idle
         # connections for 5 s, which is also uvicorn's default, so this server keeps them longer.
         timeout_keep_alive=header_seconds,  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from mtpjax.serving.request import EngineClosed
 
-ASK_SECONDS = 1.0  # after which a caller checks whether the engine's thread is still alive
+ASK_SECONDS = 1.0  # time after which a caller checks whether the engine's thread is still alive
 T = TypeVar("T")
 
 

@@ -23,7 +23,7 @@ from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.watchdog import Watchdog
 
-ERROR_SECONDS = 1.0  # for clients to receive their errors before the process ends
+ERROR_SECONDS = 1.0  # time for clients to receive their errors before the process ends
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.http import error_response
 from mtpjax.serving.http_server import address_of, run_in_thread, tell
 
-LINE_SECONDS = 5.0  # between two log lines
-LAST_SECONDS = 0.5  # for clients that connected just before the server is ready
+LINE_SECONDS = 5.0  # time between two log lines
+LAST_SECONDS = 0.5  # time for clients that connect just before the server is ready
 BODY_SECONDS = 5.0  # time limit for reading and discarding a body
 ALIVE_PATHS = ("/health", "/ping")
 
@@ -101,7 +101,7 @@ def open_port(listener: socket.socket | None, name: str, *, header_seconds: floa
     with contextlib.ExitStack() as stack:
         stack.enter_context(loading.shown())
         if listener is not None:
-            # The server closes its socket at the end. Later connections wait for the next server on the same port.
+            # The loading server closes its copy of the socket. Later connections wait for the next server on this port.
             app, copy = loading_app(loading), listener.dup()
             stack.enter_context(run_in_thread(app, copy, header_seconds=header_seconds, last_seconds=LAST_SECONDS))
         yield loading

@@ -15,7 +15,7 @@ _MEANINGS = {
     "NoExtension": "no text of the model's tokens matches it",
     "LexerTooComplex": "it is too complex: its regular expressions have too many states",
     "coerce_one_of": "oneOf is not supported here: use anyOf",
-    "lookarounds not supported": "^, $ and \\b are not supported in it; the whole text must match anyway",
+    "lookarounds not supported": "^, $ and \\b are not supported; a regular expression always matches the whole text",
 }
 _TOO_MANY = re.compile(r"row has (?P<items>\d+) items; max is (?P<limit>\d+)")
 # A regular expression is compiled as part of a larger grammar, whose positions and text mean nothing to a client.
@@ -32,7 +32,7 @@ def explain(message: str) -> str:
     if found := _TOO_MANY.search(message):
         return (
             f"it allows {found['items']} alternatives at one point, more than {found['limit']}; an object has about "
-            "four for each of its optional properties, so make some of them required, or ask for fewer"
+            "four for each of its optional properties, so make some of them required, or leave some out"
         )
     found = _WRAPPED.match(message)
     message = found["problem"] if found else message
@@ -78,7 +78,7 @@ class Matcher:
                 fill_next_token_bitmask(self._matcher, masks, node)
                 self._check()
                 if not masks[node].any():
-                    raise GrammarError("the grammar failed: no token of the vocabulary continues the text")
+                    raise GrammarError("the grammar failed: it allows no token in the vocabulary as the next token")
             if num_consumed:
                 self._matcher.rollback(num_consumed)
                 self._check()

@@ -42,7 +42,7 @@ GAUGES = (
     Names("accept_rate", "spec_accept_rate", "spec_accept_rate", "", "Accepted drafts per proposed draft."),
     Names("num_programs_left", "programs_left", "", "", "Programs not compiled yet; they compile while requests run."),
     Names("imbalance_before", "expert_imbalance_before", "", "", "expert_imbalance before the last placement."),
-    Names("imbalance_after", "expert_imbalance", "", "", "Expert load of the busiest device over the mean."),
+    Names("imbalance_after", "expert_imbalance", "", "", "Expert load of the busiest device, divided by the mean."),
 )
 COUNTERS = (
     Names("num_prompt_tokens", "prompt_tokens", "prompt_tokens", "prompt_tokens", "Prompt tokens, cached or not."),
@@ -60,7 +60,7 @@ COUNTERS = (
     Names("num_rebalancings", "num_rebalancings", "", "", "Times that the experts were moved."),
     Names("num_ticks", "num_ticks", "", "", "Scheduler iterations that called the device."),
     Names("num_compilations", "compile", "", "", "Programs compiled since the engine was ready."),
-    Names("compile_seconds", "compile_seconds", "", "", "Seconds spent compiling programs, at the start and since."),
+    Names("compile_seconds", "compile_seconds", "", "", "Seconds spent compiling programs, at the start and later."),
     Names("num_compile_waits", "compile_waits", "", "", "Requests that waited for a program."),
     Names("num_steps", "spec_verify_calls", "spec_verify_calls", "", "Verification passes of all rows."),
     Names("num_steps", "spec_decode_num_drafts", "", "spec_decode_num_drafts", "Verification passes of all rows."),

@@ -191,7 +191,7 @@ class PagePool:
     def _bring_in(self, digest: bytes) -> int:
         """Allocates a page for entries from the host."""
         assert self.host is not None
-        # Do this before taking a page, because the page that is evicted for it may push these entries out of the host.
+        # Take the entries first, because a page that is evicted to make room may push them out of the host.
         entries = self.host.take(digest)
         assert entries is not None
         page = self._take()

@@ -1,9 +1,9 @@
-"""Moves a running model's experts according to how often its texts choose them (SGLang's `--enable-eplb`).
+"""Moves a running model's experts according to how many tokens are routed to each (SGLang's `--enable-eplb`).
 
-Rounds and prefill do not change. The engine keeps the newest tokens of its texts, and from time to time an additional
-call runs the trunk over a block of them and counts the experts that they choose. Every `every` ticks, the engine
-computes a new placement for each layer. Layers whose busiest device would get clearly less work are then moved, one per
-tick. All copies of an expert have the same weights, so texts do not change.
+The decoding and prefill programs stay as they are. The engine keeps the newest tokens of its texts; from time to time,
+an additional call runs the trunk over a block of them and counts the tokens per expert. Every `every` ticks, the engine
+computes a new placement for each layer. If it clearly lowers the load of the layer's busiest device, the experts are
+moved, one layer per tick. All copies of an expert have the same weights, so the output does not change.
 """
 
 import collections
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExpertRebalancer:
-    """Counts the experts that texts choose, and moves them. Called only in the engine's thread.
+    """Counts the tokens routed to each expert, and moves experts. Called only in the engine's thread.
 
     Args:
         session: runs the calls.
@@ -65,10 +65,10 @@ class ExpertRebalancer:
         if self._waiting:
             self._place_layer(*self._waiting.popleft())
         elif self._num_ticks % self._every == 0 and self._counts:
-            # Reading waits only if `every` is small, because these calls were dispatched many ticks ago.
+            # Reading the counts waits only if `every` is small. Otherwise, their calls were dispatched many ticks ago.
             counts, self._counts = self._counts, []
             self._waiting.extend(zip(self._placements, np.sum(jax.device_get(counts), axis=0), strict=True))
-        # 2. Count the experts that another block of tokens chooses, for the next placement.
+        # 2. Count the tokens routed to each expert in another block, for the next placement.
         if self._num_ticks % max(self._every // BLOCKS_PER_PLACEMENT, 1) == 0 and self._texts:
             self._count()
 

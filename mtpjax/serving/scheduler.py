@@ -94,7 +94,7 @@ class Scheduler:
         self.settings = settings
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in the order in which they entered
-        self._preempted: list[Sequence] = []  # some of their reports have not been read yet
+        self._preempted: list[Sequence] = []  # preempted requests, until all their reports have been read
         self.num_preempted = 0
         self.holds_new = False
         self.restart(pools)
@@ -196,7 +196,7 @@ class Scheduler:
         return sequence.scored is None and sequence.min_length < sequence.limit
 
     def _num_pages(self, length: int, limit: int) -> int:
-        """Returns the pages for a text of `length` tokens and the tick after it."""
+        """Returns how many pages a text of `length` tokens needs, including its growth during the next tick."""
         max_growth = self.settings.rounds_per_call * (self.settings.max_depth + 1)
         return self.settings.num_pages_of(min(length + max_growth, limit))
 

@@ -23,9 +23,9 @@ from mtpjax.models.parallel import over_rows
 from mtpjax.models.view import Pages, read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
-MAX_TOP = 20  # alternatives per token
-MAX_LOGITS = 2**24  # logits that exist at the same time (64 MiB)
-MAX_ATTENTION_SCORES = 2**26  # attention scores of one layer that exist at the same time (256 MiB)
+MAX_TOP = 20  # maximum number of alternatives per token
+MAX_LOGITS = 2**24  # maximum number of logits that exist at the same time (64 MiB)
+MAX_ATTENTION_SCORES = 2**26  # maximum number of a layer's attention scores at the same time (256 MiB)
 
 
 class ScoredChunk(flax.struct.PyTreeNode):

@@ -41,7 +41,7 @@ class EngineSettings:
             share no prefixes; None means four per slot. No effect on other models.
         host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. Requires a single device.
         rebalance_experts_every: ticks between two placements of the experts on a mesh that shards them. A placement
-            follows how often texts choose each expert. None disables this. The parameters must have placements
+            follows the number of tokens routed to each expert. None disables this. The parameters must have placements
             (`place_all_layers`), and the engine takes ownership of them, because it deletes the arrays of experts that
             it has moved.
 
@@ -162,7 +162,7 @@ def resolve_sizes(
     costs = settings.depth_costs
     if costs is not None and [len(each) for each in costs] != [num_steps + 1] * len(batch_sizes):
         raise ValueError(f"depth_costs must have {num_steps + 1} durations for each of batch_sizes {batch_sizes}")
-    # 4. A prefill call processes one chunk each of several prompts.
+    # 4. A prefill call processes one chunk of each of several prompts.
     chunk = decoder.spec.prefill_chunk
     prefill_rows = min((settings.prefill_tokens or 4 * chunk) // chunk, shard_slots)
     return EngineSizes(

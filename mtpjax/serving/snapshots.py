@@ -22,7 +22,7 @@ from mtpjax.models.decoding_layout import constrain_state, run_on_shards
 from mtpjax.models.parallel import first_row
 from mtpjax.models.view import Entries
 
-NO_ROW = 2**30  # for a shard that copies nothing; the copy reads an arbitrary row and writes none
+NO_ROW = 2**30  # row of a shard that copies nothing; the copy reads an arbitrary row and writes none
 States = tuple[Entries, ...]  # for each recurrent layer: [rows, ...] per array
 
 

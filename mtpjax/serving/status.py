@@ -28,7 +28,7 @@ class EngineStatus:
         proposed: for each draft level, the number of passes that drafted it.
         accepted: for each draft level, the number of passes that accepted it.
         num_compilations: programs compiled since the engine was ready.
-        compile_seconds: time spent compiling, at the start and since.
+        compile_seconds: time spent compiling, at the start and later.
         num_programs_left: programs that a thread has yet to compile while requests run.
         num_compile_waits: requests that have waited for a program.
         num_rebalancings: times that experts moved.

@@ -61,10 +61,10 @@ class TextStream:
         self._pending: Callable[[], str] = getattr(decoder, "pending", str)
         self._hidden_tokens, self._min_tokens = frozenset(hidden_tokens), min_tokens
         self._held: list[Span] = []
-        self._level = 0  # of the last token
+        self._level = 0  # draft level of the last token
         self.num_tokens = 0
         self.matched: str | int | None = None  # the stop string or stop token that ended the text
-        self.is_stopped = False  # by a stop string
+        self.is_stopped = False  # whether a stop string has ended the text
 
     def push(self, tokens: Iterable[int], levels: Iterable[int] = itertools.repeat(0)) -> Piece:
         """Adds tokens with their draft levels, and returns the text to show now. Ignores tokens after a stop string."""

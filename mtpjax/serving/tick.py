@@ -18,7 +18,7 @@ from mtpjax.serving.executor import Executor
 from mtpjax.serving.page_pool import make_pools
 from mtpjax.serving.scheduler import Scheduler
 
-RETRY_SECONDS = 1.0  # between two attempts to rebuild the state
+RETRY_SECONDS = 1.0  # time between two attempts to rebuild the state
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ class Ticks:
         # 3. The text of rows with a grammar is now known, so their drafts can be masked and verified.
         calls += [self._executor.verify(draft, self._delivery.allowed(draft)) for draft in drafts]
         self.in_flight = calls
-        # 4. Store the pages that left the pool, whose copies were started before this tick's calls.
+        # 4. Wait for the copies of evicted pages, and store them on the host. `move_pages` started these copies before
+        # this tick's calls.
         for host, copies in leaving:
             copies.arrive(host)
 

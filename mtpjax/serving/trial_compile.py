@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 
-MAX_WALL_SECONDS = 60.0  # for a process that gets little CPU time or is stopped
+MAX_WALL_SECONDS = 60.0  # limit for a process that gets little CPU time or is stopped
 MAX_MEMORY = 2 << 30  # bytes of address space (not enforced on macOS, where only the time limits apply)
 
 

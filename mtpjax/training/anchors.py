@@ -75,8 +75,9 @@ def anchor_terms(
     (B, A), T, K = anchors.shape, targets.shape[2], len(output.mtp_logits)
     # 1. Compute the trunk's terms at all positions.
     trunk = compute(DepthsOutput(output.logits, output.hidden, (), ()), targets[:1])
-    # 2. Treat all drafts in a row as the positions of one depth. `compute` compares its position r with the trunk's
-    # position r + 1. The trunk predicts token a + k in column a + k - 1.
+    # 2. Flatten each row's drafts into the positions of a single depth. `compute` compares position r of that depth
+    # with position r + 1 of the trunk. For anchor a and level k, the trunk's prediction of token a + k is in column
+    # a + k - 1.
     columns = jnp.clip(anchors[:, :, None] + jnp.arange(K)[None, None], 0, T - 1).reshape(B, A * K)
 
     def of_trunk(array: jax.Array) -> jax.Array:

@@ -67,8 +67,8 @@ class TrainConfig:
             rows. 0: all tokens.
         draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read. With L layers, L means the output
             of the last layer, and L + 1 the output of the final norm. (): for EAGLE-3, layers 2, L / 2 and L - 3, or
-            layers at thirds of a trunk with fewer than 7 layers; for the others, five layers from 2 to L - 2, or from 1
-            to L in a trunk with fewer than 8 layers.
+            L / 3, 2 L / 3 and L in a trunk with fewer than 7 layers; for the others, five layers from 2 to L - 2, or
+            from 1 to L in a trunk with fewer than 8 layers.
         draft_num_layers: number of layers in a DFlash or DSpark drafter. None: 5.
         draft_anchors: maximum number of blocks per row for DFlash and DSpark. Every update draws new anchors. None:
             512.
@@ -258,7 +258,7 @@ class TrainConfig:
         return override_config(presets[self.preset], model_changes(self.model))
 
     def _check_model(self):
-        """Checks the architecture. A checkpoint fixes it, except that MTP modules can be added."""
+        """Checks the architecture. A checkpoint determines it, except that MTP modules can be added."""
         if isinstance(self.model, ModelConfig):
             require(self._is_default("preset"), f"preset '{self.preset}' is unused: `model` is a complete architecture")
         changes = model_changes(self.model)
@@ -269,7 +269,7 @@ class TrainConfig:
         others = ", ".join(f"model.{name}" for name in sorted(set(changes) - {"num_mtp_modules"})[:3])
         require(
             not others,
-            f"the checkpoint of init_from fixes the architecture: only model.num_mtp_modules can be set, not {others}",
+            f"init_from determines the architecture: only model.num_mtp_modules can be set, not {others}",
         )
 
     def _check_drafter(self):
@@ -314,7 +314,7 @@ class TrainConfig:
         object.__setattr__(self, "sources", tuple(self.sources))
         require(self.data is None or not self.sources, "data and sources are both given: add the folder as a source")
         rows = (
-            ("preset", self.init_from is None, "new weights: leave out init_from, which fixes the architecture"),
+            ("preset", self.init_from is None, "new weights: leave out init_from, which determines the architecture"),
             ("model_type", self.init_from is not None, "init_from: it says how a checkpoint is read"),
             ("draft_reading", self.draft_init_from is not None, "draft_init_from: it says how its files are read"),
             ("trunk_states_dtype", self.trunk_states is not None, "trunk_states, the folder for the states"),

@@ -157,7 +157,7 @@ def loss_and_gradients(
 
 
 def _forward(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
-    """Runs the trunk (or reads its cached states) and every depth, then computes the loss terms per position."""
+    """Runs the trunk (or reads its cached states) and every depth, then computes the loss terms at each position."""
     tokens, segment_ids, loss_mask, states, anchors = rows
     model, num_depths, drafter = spec.model, spec.num_depths, spec.drafter
     if states is None:

@@ -117,7 +117,7 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
     Yields:
         A function to call before each update, with the number of updates done so far.
     """
-    # The stack also ends a trace when the run ends before its last traced update.
+    # If the run ends before the last update to trace, leaving the stack ends the trace.
     with contextlib.ExitStack() as trace:
 
         def at(number: int) -> None:

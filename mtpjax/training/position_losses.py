@@ -19,7 +19,7 @@ from pallas_kernels.linear_cross_entropy import choose_implementation, linear_cr
 
 
 class PositionTerms(NamedTuple):
-    """Terms per position. Positions without a valid target hold arbitrary finite values.
+    """Loss terms at each position. Positions without a valid target hold arbitrary finite values.
 
     q is depth k's distribution at position i. p is the trunk's distribution for the same token, which the trunk
     predicts at position i+k; p gets no gradient.

@@ -219,7 +219,7 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
     # Resuming from a state with different settings, seed or data would silently give wrong numbers.
     if run_id is not None and metadata.get("run") != run_id:
         raise RunError(f"{path} belongs to a different run: remove it, or restore the states of this run")
-    # Leaves are stored by index, so names, shapes and dtypes must match before they are assigned.
+    # Leaves are stored by index, so check that the names, shapes and dtypes match those of `like` before assigning any.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
     # Each array gets the sharding of its leaf in `like`, since a resumed run may have a different mesh. Plain shapes
     # have no sharding.

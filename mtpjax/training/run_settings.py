@@ -22,7 +22,7 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
     # Store the complete architecture, whatever its source, so that a run resumes with it and `mtpjax compare` shows the
-    # fields that differ. A checkpoint fixes the architecture; the settings change only its number of modules.
+    # fields that differ. A checkpoint determines the architecture; settings change only its number of modules.
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
     settings["draft_reading"] = dict(config.draft_reading) or None
     # Runs that train MTP modules have no drafter settings.

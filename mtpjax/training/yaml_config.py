@@ -244,7 +244,7 @@ def _check_expanded_size(values: Any) -> None:
     for part in json.JSONEncoder(default=str, skipkeys=True).iterencode(values):
         size += len(part)
         if size > MAX_YAML_BYTES:
-            raise ValueError(f"its aliases expand to more than {MAX_YAML_BYTES} bytes")
+            raise ValueError(f"the aliases expand to more than {MAX_YAML_BYTES} bytes")
 
 
 def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], str | None]:

@@ -155,8 +155,9 @@ def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, wid
         segment = plt.load(ids.at[jnp.minimum(begin + index, num_tokens - 1)])
         decay = jnp.where(segment[:, None] == segment[None, :], decay, 0.0)
         decay_from_state = jnp.where(segment == plt.load(ids.at[jnp.maximum(begin - 1, 0)]), decay_from_state, 0.0)
-    # Write the decays (the last row of `decay` leads to the outgoing state), the attention within the chunk in q's
-    # dtype for the next product, and the strictly lower triangular system in float32 for its inversion.
+    # Write the outputs. The last row of `decay` holds the decays from each token to the outgoing state. The attention
+    # within the chunk is stored in q's dtype, in which the next matmul reads it. The strictly lower triangular system
+    # stays in float32, because it will be inverted.
     plt.store(decay_from_state_ref, decay_from_state)
     plt.store(decay_to_state_ref, jnp.sum(jnp.where(index[:, None] == chunk - 1, decay, 0.0), axis=0))
     plt.store(attention_ref, (decay * _dot(q, k, trans_b=True)).astype(attention_ref.dtype))

@@ -34,7 +34,7 @@ def gated_delta_steps_triton(q, k, v, log_decay, beta, state, *, is_committed, i
         grid=(num_splits, J, B),
         in_specs=[keys, keys, values, scalars, scalars, states],
         out_specs=[values, states if is_committed else values],
-        # Update the state in place, so that a loop which carries it makes no copy.
+        # Update the state in place, so that a loop that carries it does not copy it.
         input_output_aliases={5: 1} if is_committed else {},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         cost_estimate=pl.CostEstimate(

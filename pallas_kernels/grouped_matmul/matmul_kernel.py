@@ -97,7 +97,7 @@ def grouped_matmul_kernel(
     Args:
         route: From `route_few_tokens` or `route_many_tokens`.
         x: [R, K] with one row per pair or per token.
-        weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x gate) * (x up)`.
+        weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x @ gate) * (x @ up)`.
         out_dtype: Dtype of the result.
         scales: For fp8 weights, float32 in the shape of the weight but with ceil(K / block) entries along the K axis.
         transposed: The weight is [E, N, K].
@@ -126,7 +126,8 @@ def grouped_matmul_kernel(
     if return_products:
         outputs.append(jax.ShapeDtypeStruct((route.num_pairs, num_parts, N), x.dtype))
     inputs = [x, weight] + ([] if scales is None else [scales])
-    # The number of active experts depends on the ids. The cost estimate assumes the maximum, and a read for each block.
+    # The number of active experts depends on the ids. The cost estimate assumes the largest possible number, and that
+    # each block reads the weights of its expert.
     max_active_experts = min(E, route.num_pairs)
     num_weight_reads = max_active_experts
     if route.max_products == 1:
@@ -135,7 +136,7 @@ def grouped_matmul_kernel(
     table_bytes = sum(array.nbytes for array in route.tables)
     bytes_moved = num_weight_reads * bytes_per_expert
     bytes_moved += num_slabs * (route.num_pairs * K * x.dtype.itemsize + route.bytes_per_slab)
-    # The grid is slabs x blocks in one dimension; the kernel orders them.
+    # Flatten slabs x blocks into a one-dimensional grid; the kernel maps each program to its slab and block.
     grid = (num_slabs * route.num_blocks,)
     run = lambda *operands, platform: pl.pallas_call(
         functools.partial(
@@ -280,5 +281,5 @@ def _grouped_matmul_body(
 
 
 def _load(ref, mask):
-    """Loads a ref, with 0 where the mask is false. Without a mask, the compiler need not prove that loads are wide."""
+    """Loads a ref, with 0 where the mask is false. Pass None if no mask is needed: a mask can prevent wide loads."""
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)

@@ -74,7 +74,7 @@ def route_few_tokens(ids, num_experts: int) -> Route:
             products = []
             for product in range(num_products):
                 row = begin + product * MIN_ROWS + jnp.arange(MIN_ROWS)
-                # The expert's r-th pair is at the index before which the running count is at most r.
+                # The index of the expert's r-th pair, from 0, is the number of pairs whose running count is at most r.
                 pairs = jnp.sum((running_count[None, :] <= row[:, None]).astype(jnp.int32), axis=1)
                 products.append((jnp.where(row < count, pairs, num_pairs), row < count))
             body(expert, products)

@@ -202,7 +202,7 @@ def override(**values):
     [
         ({"expert_count": 2**31 - 1}, r"expert_count is 2147483647, but tensor .* has shape \[12,"),
         ({"expert_gating_func": 1}, r"expert_gating_func is 1; supported: 2 \(sigmoid\)"),
-        ({"nextn_predict_layers": 5}, "nextn_predict_layers is 5, but block_count, which includes them, is 5"),
+        ({"nextn_predict_layers": 5}, "nextn_predict_layers is 5, but block_count, which includes these layers, is 5"),
         ({"nextn_predict_layers": 2**31}, "nextn_predict_layers is 2147483648"),
         ({"rope__dimension_count": 24}, "key_length_mla is 24, but must be larger than rope.dimension_count"),
         ({"attention__kv_lora_rank": 0}, "kv_lora_rank is 0; supported: one integer of at least 1"),

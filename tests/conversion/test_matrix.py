@@ -175,7 +175,7 @@ def test_modules_of_another_model_are_refused(tmp_path):
     bare = drop_modules(path("deepseek_v3"), tmp_path / "bare")
     with pytest.raises(CheckpointFileError, match=r"lacks|has unknown|has shape"):
         merge_mtp(bare, path("glm4_moe"), tmp_path / "merged")
-    with pytest.raises(CheckpointFileError, match="has 0 MTP modules"):
+    with pytest.raises(CheckpointFileError, match="has no MTP modules"):
         merge_mtp(path("deepseek_v3"), bare, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     with CheckpointFiles(bare) as files:

@@ -46,7 +46,7 @@ def test_the_messages_of_conversations_are_counted(tmp_path):
     corpus = count_tokens(sorted(tmp_path.iterdir()), ByteTokenizer(), 256)
     assert (corpus.counts == np.bincount(np.frombuffer(b"aabcdef", np.uint8), minlength=256)).all()
     (tmp_path / "b.jsonl").write_text('{"nothing": 1}\n')
-    with pytest.raises(ValueError, match=r"b\.jsonl line 1 has no text under any of turns"):
+    with pytest.raises(ValueError, match=r"b\.jsonl line 1 has no text in any of the fields turns"):
         count_tokens([tmp_path / "b.jsonl"], ByteTokenizer(), 256)
 
 

@@ -110,7 +110,7 @@ def test_a_system_text_beside_the_messages_is_the_first_message(tmp_path):
 
 
 REFUSED = [
-    ({"prompt": "a"}, "has no text 'text', and no 'messages', 'conversations' or 'instruction'"),
+    ({"prompt": "a"}, "has no text in field 'text', and no 'messages', 'conversations' or 'instruction'"),
     ({"messages": "a"}, "has no 'messages', which must be a list"),
     ({"messages": [{"content": "a"}]}, "item 1 has no 'role'"),
     ({"messages": [{"role": "user", "content": 3}]}, "'messages' item 1: 'content' is a number, not text"),

@@ -93,8 +93,8 @@ def test_every_tokenizer_gives_documents_without_their_end(tmp_path):
 BAD = [
     ("{,", "corrupt", "is not JSON"),
     ("[1]", "corrupt", "is not a JSON object"),
-    ('{"txt": "a"}', "corrupt", "has no text 'text'"),
-    ('{"text": 3}', "corrupt", "has no text 'text'"),
+    ('{"txt": "a"}', "corrupt", "has no text in field 'text'"),
+    ('{"text": 3}', "corrupt", "has no text in field 'text'"),
     ('{"text": "a\\u0000b"}', "corrupt", "contains the end token 0"),
     ('{"text": "a\\ud800b"}', "corrupt", "is not JSON: 'utf-8' codec"),
     ("[" * 100_000, "corrupt", "is not JSON"),

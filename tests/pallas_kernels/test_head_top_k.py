@@ -116,7 +116,7 @@ def test_no_rows_are_fine(key):
     ("changes", "message"),
     [
         ({"implementation": "cuda"}, "auto, xla, triton, interpreted"),
-        ({"is_transposed": True}, r"head \(64, 100\), as \[V, D\]"),
+        ({"is_transposed": True}, r"does not fit head \(64, 100\): expected \[..., D\] and \[V, D\]"),
         ({"num_tokens": 101}, "num_tokens 101 is outside 1..100"),
         ({"k": 4, "num_tokens": 3}, "k 4 is outside 1..3"),
         ({"k": 0}, "k 0 is outside"),

@@ -106,7 +106,7 @@ def test_equal_settings_are_accepted(small, tmp_path):
 def test_a_drafter_of_another_trunk_is_refused(small, tmp_path):
     saved(small, "eagle3", tmp_path)
     model, _ = small(num_mtp_modules=0, vocab_size=256)
-    with pytest.raises(ValueError, match="is for a trunk of vocabulary 61 and width 32; this one has 256"):
+    with pytest.raises(ValueError, match="is for a trunk of vocabulary 61 and width 32; this one has vocabulary 256"):
         initial_drafter(bare("eagle3", tmp_path), model)
 
 

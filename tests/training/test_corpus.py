@@ -42,7 +42,9 @@ def test_nothing_is_held_out_at_fraction_0(tmp_path, capsys):
 def test_data_without_a_usable_record_names_the_field(tmp_path):
     file = tmp_path / "talks.jsonl"
     file.write_text('{"prompt": "a"}\n' * 3)
-    with pytest.raises(ValueError, match=r"talks.jsonl has no usable document; the last: .*line 3 has no text 'text'"):
+    with pytest.raises(
+        ValueError, match=r"talks.jsonl has no usable document; the last: .*line 3 has no text in field 'text'"
+    ):
         load_corpus(TrainConfig(data=str(file), row_length=32), 256)
 
 

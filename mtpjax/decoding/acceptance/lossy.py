@@ -115,7 +115,7 @@ def relaxed_tree(
     passes = (
         (vocabulary.sum(ranks_higher) < relaxed_topk) & (p_x >= vocabulary.max(parent_p) - relaxed_delta) & (p_x > 0)
     )
-    # The bonus token comes from all of p, including rejected children, because the rule changes the distribution
-    # anyway.
+    # The bonus token comes from all of p, so it may be a rejected child. Only a rule that preserves the distribution
+    # has to exclude rejected children.
     path, num_accepted = descend(passes, parents, num_steps)
     return AcceptedPath(path, num_accepted, p[path[-1]])

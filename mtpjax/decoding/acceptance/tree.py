@@ -157,8 +157,8 @@ def traversal_tree(
     path_table = np.array(
         [path_of_node + path_of_node[-1:] * (num_steps + 1 - len(path_of_node)) for path_of_node in paths], np.int32
     )
-    # That node comes after its children in post-order, so all of them were rejected, and the bonus token comes from
-    # what remains of the node's p.
+    # The accepted node comes after its children in post-order, so all of them were rejected, and the bonus token comes
+    # from what remains of the node's p.
     max_children = max(map(len, children))
     child_table = np.array(
         [siblings + [0] * (max_children - len(siblings)) for siblings in children], np.int32

@@ -84,7 +84,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         cache = self._extend_cache(decoder, weights, state, states, start)
         length = jnp.minimum(start + states.shape[1], state.length)
         # Clear the buffer, because the slot's previous request may have left NaN in it. The zeros are harmless, because
-        # they are written after the text.
+        # the cache entries computed from them go into slots after the end of the text.
         hidden = jnp.zeros_like(state.drafter.hidden)
         return ModulesState((commit(cache, length),), hidden, length)
 
@@ -184,7 +184,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         if anchors is None:
             anchors = jnp.broadcast_to(jnp.minimum(jnp.arange(1, T + 1), T - 1)[None], rows.tokens.shape)
         shape = {"config": own, "segment_ids": rows.segment_ids, "implementation": model.implementation}
-        # Run the block only once for all levels, because a slot reads no draft and no level depends on another.
+        # Run the block only once for all levels, because slots do not read drafts and no level depends on another.
         hidden = block_states(params[DRAFTER], rows.features, rows.tokens, anchors, table, **shape)
         # Drop the anchor's slot if it does not draft.
         hidden = hidden[:, :, own.block_size - own.num_drafts :][:, :, :num_levels]

@@ -187,7 +187,7 @@ def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[
         fields = [each.name for each in dataclasses.fields(config)]
         names = [name for name in fields if getattr(found, name, None) != getattr(config, name)]
         raise ConfigError(
-            f"this format cannot express {', '.join(names) or type(config).__name__}: use a different one"
+            f"format {form!r} cannot express {', '.join(names) or type(config).__name__}: use a different format"
         )
     return values
 

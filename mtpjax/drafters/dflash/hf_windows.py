@@ -4,7 +4,7 @@ from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Attention keys that this module reads instead of the model family's parser.
+# Keys that are hidden from the model family's parser, because this module reads the attention settings itself.
 ATTENTION_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings")
 
 
@@ -19,7 +19,9 @@ def read_windows(
         )
     types = types or (FULL,) * count
     if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
-        raise ConfigError(f"config.json: layer_types {list(types)} must have {count} entries '{FULL}' or '{SLIDING}'")
+        raise ConfigError(
+            f"config.json: layer_types {list(types)} must have {count} entries, each '{FULL}' or '{SLIDING}'"
+        )
     if section.flag("use_swa", False) and SLIDING not in types:
         # In MiMo's files, every layer has a window that extends in both directions.
         size = section.integer("swa_window_size", layers.get("sliding_window"))

@@ -29,6 +29,7 @@ from mtpjax.drafters.files.trunk_layers import (
 )
 from mtpjax.drafters.method import Reading, Shapes
 from mtpjax.errors import ConfigError
+from mtpjax.messages import count_of
 
 SPECFORGE_CLASS, SPECULATORS_CLASS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
 NUM_STATES = 3  # number of trunk states that the default layers provide
@@ -92,9 +93,9 @@ def parse_eagle3(
         residual = reader.flag("norm_before_residual", False)
     if form == "specforge" and block.num_hidden_layers > 1:
         raise ConfigError(
-            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format: the "
-            "programs that read it disagree about the residual and the norms after the first layer; supported: 1, or "
-            "speculators' format"
+            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in SpecForge's format, "
+            "because the programs that read this format disagree about the residual and the norms after the first "
+            "layer; use 1 layer or speculators' format"
         )
     return make_architecture(
         Eagle3Config,
@@ -124,7 +125,8 @@ def _layer_ids(
             raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} is missing")
         return default
     if count and count != len(listed):
-        raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {len(listed)}")
+        found = count_of(len(listed), "id")
+        raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {found}")
     entered, output = listed, tuple(layer + 1 for layer in listed)
     # speculators and vLLM read the states that enter these layers, but SGLang reads the outputs, and the file does not
     # say which program made it. The wrong reading is easy to miss, because it only makes acceptance far less frequent.
@@ -134,7 +136,7 @@ def _layer_ids(
         raise ConfigError(
             f"config.json: {LAYER_IDS} {list(listed)} has two readings: the states that enter these layers (vLLM, "
             f"EAGLE), or the outputs of these layers, which enter {list(output)} (SGLang){usual}. Pass aux_layers "
-            "'entered' or 'output' (--aux-layers); the better one is accepted far more often on any text"
+            "'entered' or 'output' (--aux-layers); with the right one, drafts are accepted far more often on any text"
         )
     # SGLang and vLLM capture the last layer's output before the final norm.
     return entered_layers(
@@ -171,12 +173,12 @@ def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
         }
     if config.norm_before_residual or config.block.num_hidden_layers > 1:
         raise ConfigError(
-            "this format supports neither norm_before_residual nor several layers: use speculators' format"
+            "SpecForge's format supports neither norm_before_residual nor several layers: use speculators' format"
         )
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     if config.layer_ids != default_layer_ids(config.num_target_layers):
         if min(config.layer_ids) == 0:
-            raise ConfigError("this format cannot list the embedding as a trunk state: use speculators' format")
+            raise ConfigError("SpecForge's format cannot list the embedding as a trunk state: use speculators' format")
         eagle |= {LAYER_IDS: [layer - 1 for layer in listed], **last_layer}
     present = {name: value for name, value in switches.items() if value}
     return {**layers, "architectures": [SPECFORGE_CLASS], **sizes, "eagle_config": eagle, **present}

@@ -15,7 +15,7 @@ MIN_DEFAULT_LAYERS = 7  # minimum depth at which the three default layers differ
 
 
 def default_draft_layers(num_layers: int) -> tuple[int, ...]:
-    """Returns the trunk layers for a new drafter to read, either 2, L / 2 and L - 3 or thirds of a shallow trunk."""
+    """Returns a new drafter's trunk layers: 2, L / 2 and L - 3 of L layers, or L / 3, 2 L / 3 and L if L is below 7."""
     if num_layers >= MIN_DEFAULT_LAYERS:
         return 2, num_layers // 2, num_layers - 3
     return tuple(sorted({num_layers // 3, 2 * num_layers // 3, num_layers}))

@@ -47,8 +47,8 @@ def detect_method(values: dict[str, Any], names: Collection[str], methods: Seque
             for method in known:
                 if method.name in plain:
                     return method
-    # 4. Look for a method's tensors, unless the class belongs to an unsupported method, which may have the same ones. A
-    # method that extends another also has the other's tensors and comes after it, so start with the last method.
+    # 4. Look for a method's tensors, unless the class belongs to an unsupported method, whose tensors may have the same
+    # names. A method that extends another has all of its tensors and comes after it, so start with the last method.
     if not any(other in name.lower() for name in class_names(values) for other in NOT_SUPPORTED):
         for method, files in reversed(known.items()):
             if any(name in names for name in files.tensors):
@@ -64,7 +64,7 @@ def _describe_what_was_found(values: dict[str, Any], names: Collection[str]) -> 
     plain = " ".join(class_names(values)).lower()
     hint = ""
     if "eagle" in plain and "eagle3" not in plain:
-        hint = "; EAGLE-1 and EAGLE-2 are not supported, EAGLE-3 is"
+        hint = "; EAGLE-1 and EAGLE-2 are not supported, but EAGLE-3 is"
     elif any(other in plain for other in NOT_SUPPORTED):
         hint = "; P-EAGLE and DFlash 2 are not supported"
     return (

@@ -142,8 +142,8 @@ def make_drafter_plan(
     quantized = f" Drafters with packed or scaled weights ({quantization}) are not supported." if quantization else ""
     if missing:
         raise CheckpointFileError(
-            f"{path} lacks {count_of(len(missing), 'tensor')}: {', '.join(missing[:5])}; it holds {len(names)}: "
-            f"{_names_of(names, sorted(extra) or sorted(names))}.{quantized}"
+            f"{path} lacks {count_of(len(missing), 'tensor')}: {', '.join(missing[:5])}; it holds "
+            f"{count_of(len(names), 'tensor')}: {_names_of(names, sorted(extra) or sorted(names))}.{quantized}"
         )
     # Reject unknown tensors, because ignoring one would change what the drafter computes.
     if extra:

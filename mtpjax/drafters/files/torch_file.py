@@ -192,23 +192,23 @@ def _interpret(content: bytes) -> Any:
         if opcode.name == "STOP":
             return stack[-1]
         if opcode.name not in operations:
-            raise ValueError(f"it has the pickle opcode {opcode.name}, which tensors do not need")
+            raise ValueError(f"the pickle has the opcode {opcode.name}, which tensors do not need")
         operations[opcode.name](argument)
-    raise ValueError("its pickle does not end")
+    raise ValueError("the pickle does not end")
 
 
 def _known(name: _Name) -> _Name:
     """Returns a name that tensors need; raises an error for any other name."""
     if name in (_REBUILD, _ORDERED_DICT) or (name.module == "torch" and name.name in STORAGES):
         return name
-    raise ValueError(f"it uses {name.module}.{name.name}, which is never imported")
+    raise ValueError(f"the pickle uses {name.module}.{name.name}, which is never imported")
 
 
 def _storage(reference: Any) -> _Storage:
     """Parses a storage reference of the form ("storage", type, key, device, number of elements)."""
     kind, storage, key, _, size = reference
     if kind != "storage" or not isinstance(storage, _Name) or storage.module != "torch" or not str(key).isdecimal():
-        raise ValueError("it refers to something other than a storage")
+        raise ValueError("the pickle refers to something other than a storage")
     return _Storage(STORAGES[storage.name], str(key), _count(size))
 
 
@@ -217,7 +217,7 @@ def _rebuild(function: Any, arguments: Any) -> Any:
     if function == _ORDERED_DICT and arguments == ():
         return {}
     if function != _REBUILD:
-        raise ValueError("it calls something other than the function that rebuilds a tensor")
+        raise ValueError("the pickle calls something other than the function that rebuilds a tensor")
     storage, offset, shape, strides = arguments[:4]
     shape = tuple(map(_count, shape))
     contiguous = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -235,8 +235,8 @@ def _count(value: Any) -> int:
 def _update(items: Sequence[Any], stack: list[Any]) -> None:
     target = stack[-1]
     if type(target) is not dict or len(items) % 2 or not all(isinstance(key, Hashable) for key in items[::2]):
-        raise ValueError("it sets items of something other than a dict")
+        raise ValueError("the pickle sets items of something other than a dict")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if key in target:
-            raise ValueError(f"it contains {key!r} twice")
+            raise ValueError(f"the pickle contains the key {key!r} twice")
         target[key] = value

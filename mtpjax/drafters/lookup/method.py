@@ -9,6 +9,6 @@ LOOKUP = DraftMethod(
     drafter=LookupDrafter,
     algorithms=("NGRAM",),
     from_settings=lambda config: LookupDrafter(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max),
-    # This is more than for MTP modules, because copied n-grams are often right for several tokens.
+    # More levels than for MTP modules, because copied n-grams are often right for several tokens.
     default_levels=4,
 )

@@ -92,7 +92,9 @@ def describe_medusa(config: MedusaConfig, form: str) -> dict[str, Any]:
             "original_lm_head": config.shares_output,
         }
     if config.draft_vocab_size < config.vocab_size or config.shares_output:
-        raise ConfigError("this format supports neither a draft vocabulary nor a shared head: use vLLM's format")
+        raise ConfigError(
+            "the Medusa authors' format supports neither a draft vocabulary nor a shared head: use vLLM's format"
+        )
     return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, **sizes, "version": "2"}
 
 

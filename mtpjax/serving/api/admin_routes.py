@@ -58,7 +58,7 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
     async def abort_request(request: Request) -> dict[str, Any]:
-        """Aborts the client's request `rid`. `abort_all` aborts all requests, and needs the admin key if set."""
+        """Aborts the client's request `rid`. `abort_all` aborts all, and needs the admin key if there is one."""
         values = (await server.read_body(request, "abort")).body  # also accepted while the server is stopping
         if values["abort_all"]:
             check_admin(request, settings)

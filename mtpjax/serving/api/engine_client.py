@@ -117,7 +117,7 @@ class EngineClient:
         return self._mailbox
 
     def abort(self, name: str | None = None, owner: bytes | None = None) -> int:
-        """Aborts running requests, or only those with this name or owner. Returns the number of aborted texts."""
+        """Aborts running requests, or those with this name or owner. Returns how many texts they were generating."""
         chosen = [ids for key, ids in self.running.items() if owner in (None, key[0]) and name in (None, key[1])]
         ids = [request_id for each in chosen for request_id in each]
         for request_id in ids:

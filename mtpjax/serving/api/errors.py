@@ -114,7 +114,7 @@ class Field:
     is_above: bool = False
 
     def read(self, body: Body, name: str, prefix: str = "") -> Any:
-        """Returns the checked value of a body's field; in messages, `prefix` precedes its name. Raises ApiError."""
+        """Returns a field's checked value, or raises ApiError. In messages, `prefix` precedes the field's name."""
         value = body.get(name)
         return self.default if value is None else self.check(value, prefix + name)
 

@@ -16,7 +16,7 @@ from mtpjax.serving.completion import Job
 from mtpjax.serving.request import QueueFull
 from mtpjax.serving.request import Request as EngineRequest
 
-HEALTH_SECONDS = 20.0  # within which a device that has work must return a result; SGLang's limit
+HEALTH_SECONDS = 20.0  # time limit for a device that has work to return a result, as in SGLang
 IDLE_HEALTH_SECONDS = 20.0  # time limit for the token that `/health_generate` requests
 
 

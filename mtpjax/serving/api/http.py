@@ -100,7 +100,7 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Rejects requests from other sites' web pages to routes without a body. Browsers block those to other routes.
+    """Rejects requests from other sites' web pages to routes without a body; on other routes, browsers do so.
 
     A different site can use a host name that resolves to this machine, so a page without a key passes only if its
     origin names this server by IP address or as localhost. Raises ApiError with 403.

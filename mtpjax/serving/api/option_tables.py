@@ -80,7 +80,7 @@ ABORT = {"rid": NAME, "abort_all": FLAG}
 TOKENIZE = {
     "model": NAME,
     "add_generation_prompt": Field("boolean", default=True),
-    "add_special_tokens": ADD_SPECIAL_TOKENS,  # for a text; in a conversation, the chat template adds them
+    "add_special_tokens": ADD_SPECIAL_TOKENS,  # only for a text; in a conversation, the chat template adds them
     "reasoning_effort": NAME,
 }
 DETOKENIZE = {"model": NAME}

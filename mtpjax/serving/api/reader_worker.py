@@ -14,7 +14,7 @@ from typing import Any
 
 def main() -> None:
     """Reads a line with kind and size, and then a body, for each request on stdin. Answers each with a line of JSON."""
-    # Ctrl-C reaches every process of the terminal, but the server decides when this one ends.
+    # Ctrl-C reaches every process of the terminal, but the server decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Other output must not be mistaken for an answer.
     answers = os.dup(sys.stdout.fileno())
@@ -78,7 +78,7 @@ def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
 def _memory_in_use() -> int:
     """Returns the resident memory of this process in bytes, or its peak if there is no /proc."""
     with contextlib.suppress(OSError):
-        # Not `ru_maxrss`: on Linux, children inherit the peak of a large parent.
+        # Do not use `ru_maxrss` on Linux, because children inherit the peak of a large parent.
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -25,7 +25,7 @@ from mtpjax.serving.api.turns import ReadQueue
 from mtpjax.worker_process import WorkerEnded, WorkerProcess
 
 SMALL_BODY_BYTES = 1 << 14
-START_SECONDS = 60.0  # for a process to start, which includes imports and loading a tokenizer
+START_SECONDS = 60.0  # time limit for starting a process, including imports and loading a tokenizer
 LARGE_NICENESS = 10  # niceness of the processes for large bodies
 _SCRIPT = str(pathlib.Path(__file__).with_name("reader_worker.py"))
 _MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends this way when memory runs out

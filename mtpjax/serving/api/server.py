@@ -33,8 +33,8 @@ DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
 QUICK_GRAMMAR_SECONDS = 0.25  # CPU time limit; slower grammars wait for each other, and do not delay quick ones
 GRAMMAR_WAIT_SECONDS = 60.0  # maximum wait for a grammar's turn
-GRAMMAR_SECONDS = 90.0  # time limit from its turn on, regardless of llguidance's limits
-SLOW_GRAMMARS = 2  # maximum number that compile at the same time
+GRAMMAR_SECONDS = 90.0  # time limit after a grammar's turn has come, regardless of llguidance's limits
+SLOW_GRAMMARS = 2  # maximum number of slow grammars that compile at the same time
 
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class ApiServer:
             while self.client.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
         finally:
-            # Python waits for threads at exit, so end the processes whose answers they wait for.
+            # Python waits for threads at exit, so end the processes whose answers the threads wait for.
             self._is_closed = True
             for threads in (self._grammar_threads, self._score_threads):
                 threads.shutdown(wait=False, cancel_futures=True)

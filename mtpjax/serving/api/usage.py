@@ -31,7 +31,7 @@ def speculation(choices: Sequence[Choice]) -> dict[str, Any]:
     num_steps = sum(finish.num_steps for finish in finishes)
     proposed = _sum_levels([finish.proposed for finish in finishes])
     accepted = _sum_levels([finish.accepted for finish in finishes])
-    # A level is accepted only after all levels before it.
+    # A draft is accepted only after those of all earlier levels, so entry k counts passes with at least k drafts.
     at_least = [num_steps, *accepted, 0]
     return {
         "num_spec_steps": num_steps,

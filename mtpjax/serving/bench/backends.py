@@ -76,7 +76,7 @@ def _write_openai(request: BenchRequest, model: str, stream: bool, ignore_eos: b
     # A chunk may contain several tokens, so counting chunks is not enough; request a token count in each.
     if stream:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    # OpenAI's API has no `ignore_eos`, so a server may reject even a false one.
+    # OpenAI's API has no `ignore_eos`, so a server may reject it even if it is false.
     return {**body, "ignore_eos": True} if ignore_eos else body
 
 

@@ -25,7 +25,7 @@ class Connections:
     """Connections to one server, each for one request at a time."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None):
-        """Opens nothing yet. Raises ValueError for an invalid URL, and UsageError if httpx is not installed."""
+        """Opens no connection yet. Raises ValueError for an invalid URL, and UsageError if httpx is not installed."""
         try:
             import httpx
         except ImportError as error:

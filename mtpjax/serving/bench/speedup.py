@@ -79,8 +79,8 @@ class Speedup:
     """The comparison at one concurrency.
 
     Attributes:
-        ratio: output throughput with drafts divided by output throughput without drafts. The interval is over pairs of
-            runs, and is nan for a single pair.
+        ratio: output throughput with drafts divided by output throughput without drafts. The interval comes from
+            resampling pairs of runs, and is nan for a single pair.
         throughput: output tokens per second, without and with drafts.
         ttft: mean milliseconds to the first token, without and with drafts.
         itl: mean milliseconds per token after the first, without and with drafts; None if there are no such tokens.
@@ -121,7 +121,7 @@ def speedups(runs: Sequence[Run]) -> list[Speedup]:
         pairs = [pair for pair in pairs if len(pair) == 2]
         if not pairs:
             continue
-        # Throughput is all tokens over all seconds. A pair is the unit that is resampled.
+        # Throughput is the number of all tokens divided by all seconds. Resampling draws whole pairs.
         tokens = np.array([[side["total_output_tokens"] for side in pair] for pair in pairs], float)  # [pairs, 2]
         seconds = np.array([[side["duration"] for side in pair] for pair in pairs], float)
         throughput = tokens.sum(0) / seconds.sum(0)
@@ -151,6 +151,6 @@ def speedups(runs: Sequence[Run]) -> list[Speedup]:
 
 
 def _mean(pairs: list[list[dict[str, Any]]], side: int, name: str) -> float | None:
-    """Returns the mean over pairs, or None if a run lacks the number."""
+    """Returns the mean of metric `name` over one side of the pairs, or None if any of those runs lacks the metric."""
     values = [pair[side][name] for pair in pairs]
     return None if None in values else sum(values) / len(values)

@@ -61,8 +61,8 @@ def rows_verdict(rows: Sequence[Speedup]) -> str:
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
     """Explains the columns, and the limitations of the numbers."""
     result = [
-        "speed-up: output tokens per second with drafts over output tokens per second without (`speculative: "
-        "false`), for the same requests in alternating runs; the interval is over pairs of runs",
+        "speed-up: output tokens per second with drafts, divided by those without drafts (`speculative: false`), for "
+        "the same requests in alternating runs; the interval comes from resampling pairs of runs",
         "accept length: 1 + accepted drafts / verification passes; TTFT and ITL: means, without drafts / with MTP",
     ]
     if reference:

@@ -15,7 +15,7 @@ from mtpjax.safe_open import read_json_file
 from mtpjax.serving.bench.backends import BenchRequest
 
 MAX_DATASET_BYTES = 4 << 30
-# The server's tokenizer turns this into the token ids of random prompts.
+# The server's tokenizer turns these words into the token ids of random prompts.
 WORDS = """
     river market window seven paper garden mountain letter engine yellow doctor winter bridge music simple number
     travel kitchen history corner silver question morning animal factory summer village picture ocean teacher quiet

@@ -31,7 +31,7 @@ class Signer:
         if len(secret) < 16:
             raise ValueError(f"the secret must have at least 16 bytes, got {len(secret)}")
         self._secret = secret
-        self._nonces: dict[str, float] = {}  # of accepted requests, with their times, oldest first
+        self._nonces: dict[str, float] = {}  # nonces of accepted requests, with their times, oldest first
 
     def sign(self, body: bytes) -> dict[str, str]:
         now, nonce = repr(time.time()), secrets.token_hex(16)
@@ -43,10 +43,10 @@ class Signer:
         self._compare(self._mac("request", sent, nonce, body), headers)
         now = time.time()
         if abs(now - float(sent)) > MAX_AGE:
-            raise Forged("its time differs too much from this machine's")
+            raise Forged("the request's time differs too much from this machine's")
         # A request that was captured on the network must not work a second time.
         if nonce in self._nonces:
-            raise Forged("it was received before")
+            raise Forged("the request was received before")
         self._nonces[nonce] = now
         while now - next(iter(self._nonces.values())) > 2 * MAX_AGE:
             del self._nonces[next(iter(self._nonces))]
@@ -64,7 +64,7 @@ class Signer:
 
     def _compare(self, expected: str, headers: Mapping[str, str]) -> None:
         if not hmac.compare_digest(expected.encode(), headers.get(SIGNATURE, "").encode()):
-            raise Forged("its signature is wrong")
+            raise Forged("the signature is wrong")
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""The decode server's side, which requests pages from the prefill server, and prefills itself if that fails."""
+"""The decode server's side, which requests pages from the prefill server, and runs prefill itself if that fails."""
 
 import asyncio
 import concurrent.futures
@@ -66,7 +66,7 @@ class RemotePrefill:
         self.num_fetched = self.num_fallbacks = 0
 
     async def prepare(self, requests: Sequence[Request]) -> None:
-        """Fetches the pages of prompts before they enter the engine. Never fails, since the engine can prefill them."""
+        """Fetches the prompts' pages before requests enter the engine. Never fails, as the engine can run prefill."""
         prompts = {(request.prompt, request.salt) for request in requests}
         await asyncio.gather(*(self._prepare(*prompt) for prompt in prompts))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 BACKENDS = ("jax", "http")
 PUBLIC_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737), so the default route leads to it
-OFFER_SECONDS = 60.0  # after which bytes that were not fetched are dropped
+OFFER_SECONDS = 60.0  # time after which bytes that were not fetched are dropped
 
 
 class Transfer(Protocol):
@@ -82,7 +82,7 @@ class JaxTransfer:
         self._connections: dict[str, Any] = {}
 
     def send(self, data: np.ndarray) -> dict[str, Any]:
-        """Offers the bytes for one pull."""
+        """Offers the bytes, which can be fetched once."""
         uuid = secrets.randbits(62)
         self._server.await_pull(uuid, [jax.device_put(data, self._device)], timeout=_after(OFFER_SECONDS))
         return {"uuid": uuid, "port": self._port}

@@ -137,7 +137,7 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
     """
     is_main, num_others = distributed.is_main_process(), jax.process_count() - 1
     with contextlib.ExitStack() as stack:
-        # 1. Process 0 opens a port and sends its number to the other processes.
+        # 1. Process 0 opens a port. It sends its host names, the port number and a new secret to the other processes.
         meeting = None
         if is_main:
             listener = stack.enter_context(_listen())
