@@ -239,9 +239,7 @@ class CheckpointFiles:
         if length > MAX_HEADER_BYTES:
             raise CheckpointFileError(f"{path} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are accepted")
         if length + 8 > size:
-            raise CheckpointFileError(
-                f"{path} is truncated: it has {size} bytes, but its header alone has {length} bytes"
-            )
+            raise CheckpointFileError(f"{path} is truncated: {size} bytes, but its header alone has {length} bytes")
         self.headers[file] = bytes(pread(descriptor, 8 + length, 0, path))
         tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
         end = tensors[-1].end if tensors else 8 + length

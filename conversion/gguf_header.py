@@ -128,8 +128,7 @@ class _Cursor:
         """Returns the next bytes. Raises an error if the file does not have that many."""
         if count > self.size - self.offset:
             raise CheckpointFileError(
-                f"{self.path} is truncated: {count} bytes are expected at byte {self.offset}, but the file has "
-                f"{self.size} bytes"
+                f"{self.path} is truncated: {count} bytes expected at byte {self.offset}; it has {self.size} bytes"
             )
         place = self.offset - self._begin
         if place + count > len(self._buffer):

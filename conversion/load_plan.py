@@ -213,8 +213,7 @@ def _find_shape_problems(
     problems = []
     if missing := sorted(wanted.keys() - files.tensors.keys()):
         found, named = stored_modules.count_stored_modules(config, layout, files), config.num_mtp_modules
-        stated = count_of(named, "MTP module")
-        modules = f"; config.json states {stated}, but the files have {found}" if found < named else ""
+        modules = f"; MTP modules: {named} in config.json, {found} in the files" if found < named else ""
         problems.append(
             f"{files.path} lacks {count_of(len(missing), 'tensor')}{modules}; missing: {', '.join(missing[:5])}"
         )

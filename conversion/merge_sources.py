@@ -62,21 +62,20 @@ def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan)
     return modules
 
 
-def _require_same_count(path, count: int, base_path, base_count: int) -> None:
-    if base_count not in (0, count):
-        raise CheckpointFileError(
-            f"{path} has {count_of(count, 'MTP module')}, but {base_path} has {count_of(base_count, 'MTP module')}"
-        )
+def _checked_count(path, count: object, base: CheckpointFiles, plan: LoadPlan) -> int:
+    if not isinstance(count, int) or count < 1:
+        raise CheckpointFileError(f"{path} has no MTP modules: their number is {count!r}")
+    if (base_count := plan.config.num_mtp_modules) not in (0, count):
+        raise CheckpointFileError(f"{path} has {count_of(count, 'MTP module')}, but {base.path} has {base_count}")
+    return count
 
 
 def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Lists an export's tensors, except those shared with the trunk."""
     # The export's configuration gives the number of modules. If the base has modules, the two numbers must be the same.
     values = exported.json("config.json")
-    count = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
-    if not isinstance(count, int) or count < 1:
-        raise CheckpointFileError(f"{exported.path}: num_nextn_predict_layers is {count!r}, not a positive integer")
-    _require_same_count(exported.path, count, base.path, plan.config.num_mtp_modules)
+    stated = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
+    count = _checked_count(exported.path, stated, base, plan)
     # Modules of dense models are under `mtp.`, except in older exports, where they are additional layers.
     has_mtp = any(".mtp." in f".{name}" for name in exported.tensors)
     plan = _with_modules(plan, count, "layers" if plan.layout.mtp == "mtp_each" and not has_mtp else plan.layout.mtp)
@@ -115,10 +114,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
     has_modules_alone = bool(needed) and needed <= source.tensors.keys() and not trunk & source.tensors.keys()
     if given.problems and not has_modules_alone:
         raise CheckpointFileError(given.problems[0])
-    count = given.config.num_mtp_modules
-    if not count:
-        raise CheckpointFileError(f"{source.path} has no MTP modules")
-    _require_same_count(source.path, count, base.path, plan.config.num_mtp_modules)
+    count = _checked_count(source.path, given.config.num_mtp_modules, base, plan)
     require_same_norms(source.path, given.config.of_modules.zero_centred_norm, base.path, plan.config)
     plan = _with_modules(plan, count, given.layout.mtp)
     # fp8 modules stay fp8 if they are added to a checkpoint with the same block size, and otherwise become bfloat16.

@@ -122,7 +122,7 @@ def test_a_wrong_name_is_an_error_of_one_line(name, said):
     [
         ({}, "must set exactly one of 'function' and 'follows'"),
         ({"function": print, "needs_q": True}, "must be 'chain' or 'fixed tree'"),
-        ({"function": print, "drafts": "fixed tree"}, "on_chain is required with drafts='fixed tree'"),
+        ({"function": print, "drafts": "fixed tree"}, "set on_chain if, and only if, drafts is 'fixed tree'"),
         ({"function": print, "parameters": dict.fromkeys("abc", 1.0)}, "more than 2 parameters"),
     ],
 )

@@ -77,9 +77,7 @@ def format_recommendation(
     single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
     if single_batch_sizes:
         sizes = ", ".join(map(str, single_batch_sizes))
-        lines.append(
-            f"- at batch {sizes}, all prompts are one batch: intervals include the variation of timings, not of prompts"
-        )
+        lines.append(f"- at batch {sizes}, all prompts are one batch: intervals include only the variation of timings")
     lines += [f"- {cell_of(row).name}: {row['problem']}" for row in rows if row["problem"]]
     lines += [f"- left out: {reason} ({count_of(count, 'cell')})" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"

@@ -16,7 +16,6 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Drafter, Weights
 from mtpjax.decoding.limits import DraftLimits
 from mtpjax.drafters.scoring import PreparedDrafter, own_head
-from mtpjax.messages import count_of
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.parallel import num_shards
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
@@ -154,8 +153,8 @@ class TrainedDrafter(Drafter):
             )
         if trunk.num_hidden_layers not in (0, found.num_hidden_layers):
             raise ValueError(
-                f"the {self.title} drafter is for a trunk of {trunk.num_hidden_layers} layers; "
-                f"this one has {count_of(found.num_hidden_layers, 'layer')}"
+                f"the {self.title} drafter is for a trunk of depth {trunk.num_hidden_layers}; "
+                f"this one has depth {found.num_hidden_layers}"
             )
         if self.max_levels is not None and config.num_steps > self.max_levels:
             raise ValueError(f"num_steps {config.num_steps} exceeds the {self.max_levels} {self.limits.levels}")

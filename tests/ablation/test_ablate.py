@@ -320,7 +320,7 @@ def test_advice_says_what_how_sure_and_when_not():
     settings = dataclasses.replace(SETTINGS, batch_sizes=(2, 4))
     text = format_recommendation([cell_row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ENVIRONMENT)
     assert "--speculative-num-draft-tokens 2 --acceptance token`" in text
-    assert "at batch 4, all prompts are one batch: intervals include the variation of timings, not of prompts" in text
+    assert "at batch 4, all prompts are one batch: intervals include only the variation of timings" in text
 
 
 def test_measurements_that_cannot_be_trusted_are_marked_and_never_advised():

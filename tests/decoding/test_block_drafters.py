@@ -357,7 +357,7 @@ def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
     with pytest.raises(ValueError, match="DSparkDrafter needs draft_params"):
         speculative_generate(params, PROMPTS, model=model, config=config)
     other, others = small("grouped", "random", vocab_size=V, num_mtp_modules=0, num_hidden_layers=3)
-    with pytest.raises(ValueError, match="for a trunk of 2 layers; this one has 3"):
+    with pytest.raises(ValueError, match="for a trunk of depth 2; this one has depth 3"):
         speculative_generate(others, PROMPTS, model=other, config=config, draft_params=dspark()[1])
 
 

@@ -261,7 +261,7 @@ def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
         other, others = small("grouped", "random", vocab_size=13, num_mtp_modules=0)
         with pytest.raises(ValueError, match="vocabulary 11; this one has width 32 and vocabulary 13"):
             speculative_generate(others, PROMPTS, model=other, config=config, draft_params=make()[1])
-    with pytest.raises(ValueError, match="for a trunk of 2 layers; this one has 3"):
+    with pytest.raises(ValueError, match="for a trunk of depth 2; this one has depth 3"):
         other, others = small("grouped", "random", vocab_size=V, num_mtp_modules=0, num_hidden_layers=3)
         speculative_generate(others, PROMPTS, model=other, config=DecodeConfig(drafter=eagle()[0]))
 

@@ -72,10 +72,7 @@ class AcceptanceRule:
         if self.needs_q and self.drafts == "any":
             raise ValueError(f"acceptance rule '{self.name}' needs q, so its drafts must be 'chain' or 'fixed tree'")
         if (self.on_chain is None) == (self.drafts == "fixed tree"):
-            raise ValueError(
-                f"acceptance rule '{self.name}': on_chain is required with drafts='fixed tree', and not allowed "
-                "otherwise"
-            )
+            raise ValueError(f"acceptance rule '{self.name}': set on_chain if, and only if, drafts is 'fixed tree'")
         if len(self.parameters) > MAX_PARAMETERS:
             raise ValueError(f"acceptance rule '{self.name}' has more than {MAX_PARAMETERS} parameters")
 

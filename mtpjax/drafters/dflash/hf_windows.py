@@ -19,9 +19,7 @@ def read_windows(
         )
     types = types or (FULL,) * count
     if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
-        raise ConfigError(
-            f"config.json: layer_types {list(types)} must have {count} entries, each '{FULL}' or '{SLIDING}'"
-        )
+        raise ConfigError(f"config.json: layer_types {list(types)} must have {count} entries: '{FULL}' or '{SLIDING}'")
     if section.flag("use_swa", False) and SLIDING not in types:
         # In MiMo's files, every layer has a window that extends in both directions.
         size = section.integer("swa_window_size", layers.get("sliding_window"))

@@ -29,7 +29,6 @@ from mtpjax.drafters.files.trunk_layers import (
 )
 from mtpjax.drafters.method import Reading, Shapes
 from mtpjax.errors import ConfigError
-from mtpjax.messages import count_of
 
 SPECFORGE_CLASS, SPECULATORS_CLASS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
 NUM_STATES = 3  # number of trunk states that the default layers provide
@@ -125,8 +124,7 @@ def _layer_ids(
             raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} is missing")
         return default
     if count and count != len(listed):
-        found = count_of(len(listed), "id")
-        raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {found}")
+        raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has length {len(listed)}")
     entered, output = listed, tuple(layer + 1 for layer in listed)
     # speculators and vLLM read the states that enter these layers, but SGLang reads the outputs, and the file does not
     # say which program made it. The wrong reading is easy to miss, because it only makes acceptance far less frequent.

@@ -93,7 +93,7 @@ def describe_medusa(config: MedusaConfig, form: str) -> dict[str, Any]:
         }
     if config.draft_vocab_size < config.vocab_size or config.shares_output:
         raise ConfigError(
-            "the Medusa authors' format supports neither a draft vocabulary nor a shared head: use vLLM's format"
+            "Medusa's own format supports neither a draft vocabulary nor a shared head: use vLLM's format"
         )
     return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, **sizes, "version": "2"}
 
