@@ -111,8 +111,9 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.serving.disaggregation.setup import set_up
     from mtpjax.serving.engine import Engine
     from mtpjax.serving.http_server import listen
-    from mtpjax.serving.launch import explain_full_memory, running_engine, serve
+    from mtpjax.serving.launch import running_engine, serve
     from mtpjax.serving.loading import open_port
+    from mtpjax.serving.memory import explain_full_memory
 
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
     check_expert_devices(options, mesh)

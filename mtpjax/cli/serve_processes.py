@@ -64,7 +64,7 @@ def connect_followers(options, params: dict, arguments: dict[str, Any], grammars
     from mtpjax.serving.engine_session import EngineSession
     from mtpjax.serving.executor import Executor
     from mtpjax.serving.http_server import tell
-    from mtpjax.serving.launch import explain_full_memory
+    from mtpjax.serving.memory import explain_full_memory
     from mtpjax.serving.multihost.connection import Leader, connect_processes
     from mtpjax.serving.multihost.follower import follow
 

@@ -63,7 +63,7 @@ def engine_sizes(options, params: dict, *, model, config, uses_host: bool):
 
 
 def server_settings(options):
-    from mtpjax.serving.launch import ServerSettings
+    from mtpjax.serving.server_settings import ServerSettings
 
     return ServerSettings(
         watchdog_seconds=options.watchdog_timeout or None,
@@ -112,7 +112,7 @@ def disaggregation_settings(options) -> Any:
     mode, url = options.disaggregation_mode, options.disaggregation_prefill_url
     if mode in (None, "null"):  # SGLang's default
         return None
-    from mtpjax.serving.disaggregation.setup import DisaggregationSettings
+    from mtpjax.serving.disaggregation.protocol import DisaggregationSettings
 
     if options.disable_radix_cache:
         raise UsageError("--disaggregation-mode needs the prefix cache: remove --disable-radix-cache")

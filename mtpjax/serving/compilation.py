@@ -2,15 +2,13 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Literal
 
 from mtpjax.serving.background import BackgroundCompiler
 from mtpjax.serving.inbox import Inbox
 from mtpjax.serving.program_set import ProgramKey, split_rows
 from mtpjax.serving.programs import Programs
 from mtpjax.serving.request import QueueFull, Sequence
-
-WarmUp = Literal["all", "first", "none"]
+from mtpjax.serving.server_settings import WarmUp
 
 
 class Compilation:

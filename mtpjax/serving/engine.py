@@ -18,7 +18,7 @@ from mtpjax.distributed import is_runtime_error
 from mtpjax.errors import LostProcess, printable
 from mtpjax.messages import count_of, require
 from mtpjax.models.model import MTPModel
-from mtpjax.serving.compilation import Compilation, WarmUp
+from mtpjax.serving.compilation import Compilation
 from mtpjax.serving.delivery import Delivery
 from mtpjax.serving.depth import AdaptiveDepth
 from mtpjax.serving.engine_session import EngineSession
@@ -45,6 +45,7 @@ from mtpjax.serving.request import (
 from mtpjax.serving.running import RequestStream, collect_outputs, score_text
 from mtpjax.serving.scheduler import Scheduler, scheduler_settings
 from mtpjax.serving.scoring import check_text
+from mtpjax.serving.server_settings import WarmUp
 from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.status import EngineStatus
 from mtpjax.serving.tick import Ticks

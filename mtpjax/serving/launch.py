@@ -1,7 +1,6 @@
 """Starts a server: loads the model, compiles, opens the port, and shuts down in order."""
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import socket
@@ -11,50 +10,20 @@ from collections.abc import Callable, Iterator
 
 from fastapi import FastAPI
 
-from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
-from mtpjax.host import describe_address_limit
 from mtpjax.messages import count_of
 from mtpjax.serving.api.server import ApiServer
-from mtpjax.serving.compilation import WarmUp
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import address_of, run_app, tell
+from mtpjax.serving.memory import explain_full_memory
 from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
+from mtpjax.serving.server_settings import ServerSettings
 from mtpjax.serving.watchdog import Watchdog
 
 ERROR_SECONDS = 1.0  # time for clients to receive their errors before the process ends
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """Settings of the server process.
-
-    Attributes:
-        watchdog_seconds: maximum duration of a call, after which the process ends; None means no limit.
-        drain_seconds: time that running requests have to finish after SIGTERM.
-        header_seconds: time within which a client must send the header of a request.
-        warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
-    """
-
-    watchdog_seconds: float | None = 300.0
-    drain_seconds: float = 30.0
-    header_seconds: float = 30.0
-    warm_up: WarmUp = "first"
-
-
-@contextlib.contextmanager
-def explain_full_memory(advice: str) -> Iterator[None]:
-    """Converts JAX's out-of-memory error to a `MemoryTooSmall` with advice, unless `ulimit -v` limits the memory."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
-        if not is_memory_error(error):
-            raise
-        advice = describe_address_limit() or advice
-        raise MemoryTooSmall(f"memory is too small: {advice} ({printable(error, 200)})") from error
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
-"""The memory of an engine: the size of its pool of pages."""
+"""The memory of an engine: the size of its page pool, and the error if memory is full."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,7 +10,8 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.state import StateShape
 from mtpjax.distributed import gather_values
-from mtpjax.errors import MemoryTooSmall
+from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
+from mtpjax.host import describe_address_limit
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
@@ -68,3 +71,15 @@ def choose_num_pages(
             f"{sizes.max_length}: lower max_length (--context-length), or raise memory_fraction (--mem-fraction-static)"
         )
     return max(min(num_pages, per_row * settings.num_slots), per_row)
+
+
+@contextlib.contextmanager
+def explain_full_memory(advice: str) -> Iterator[None]:
+    """Converts JAX's out-of-memory error to a `MemoryTooSmall` with advice, unless `ulimit -v` limits the memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
+        if not is_memory_error(error):
+            raise
+        advice = describe_address_limit() or advice
+        raise MemoryTooSmall(f"memory is too small: {advice} ({printable(error, 200)})") from error

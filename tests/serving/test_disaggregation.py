@@ -20,9 +20,9 @@ from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.disaggregation import protocol, remote_prefill
-from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer
+from mtpjax.serving.disaggregation.protocol import PATH, DisaggregationSettings, Forged, Signer
 from mtpjax.serving.disaggregation.remote_prefill import RemotePrefill
-from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
+from mtpjax.serving.disaggregation.setup import set_up
 from mtpjax.serving.disaggregation.transfer import HttpTransfer, JaxTransfer, own_address
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.page_pool import page_digests

@@ -1,5 +1,6 @@
 """The protocol between a decode server and a prefill server, which signs messages and sends pages as bytes."""
 
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -65,6 +66,30 @@ class Signer:
     def _compare(self, expected: str, headers: Mapping[str, str]) -> None:
         if not hmac.compare_digest(expected.encode(), headers.get(SIGNATURE, "").encode()):
             raise Forged("the signature is wrong")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DisaggregationSettings:
+    """Settings of a prefill server or a decode server.
+
+    Attributes:
+        prefill_url: address of the prefill server; None if this is the prefill server.
+        secret: shared by both servers, at least 16 bytes; a shorter secret raises ValueError.
+        backend: how pages are sent: "jax" or "http".
+        host: address on which the data plane listens.
+        port: the prefill server's port for pages; 0 means any free port.
+        timeout: seconds that a request waits for its pages.
+    """
+
+    prefill_url: str | None
+    secret: bytes = dataclasses.field(repr=False)
+    backend: str = "jax"
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout: float = 30.0
+
+    def __post_init__(self):
+        Signer(self.secret)
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -1,40 +1,14 @@
 """Turns a server into a prefill server or a decode server."""
 
-import dataclasses
-
 from fastapi import FastAPI
 
 from mtpjax.serving.disaggregation.prefill_routes import prefill_router
-from mtpjax.serving.disaggregation.protocol import Signer
+from mtpjax.serving.disaggregation.protocol import DisaggregationSettings, Signer
 from mtpjax.serving.disaggregation.remote_prefill import RemotePrefill
 from mtpjax.serving.disaggregation.transfer import HttpTransfer, JaxTransfer, own_address
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.metric_names import PREFILL_FALLBACKS, REMOTE_PREFILLS
 from mtpjax.serving.metrics import Metrics
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DisaggregationSettings:
-    """Settings of a prefill server or a decode server.
-
-    Attributes:
-        prefill_url: address of the prefill server; None if this is the prefill server.
-        secret: shared by both servers, at least 16 bytes; a shorter secret raises ValueError.
-        backend: how pages are sent: "jax" or "http".
-        host: address on which the data plane listens.
-        port: the prefill server's port for pages; 0 means any free port.
-        timeout: seconds that a request waits for its pages.
-    """
-
-    prefill_url: str | None
-    secret: bytes = dataclasses.field(repr=False)
-    backend: str = "jax"
-    host: str = "127.0.0.1"
-    port: int = 0
-    timeout: float = 30.0
-
-    def __post_init__(self):
-        Signer(self.secret)
 
 
 def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metrics: Metrics | None = None) -> None:
