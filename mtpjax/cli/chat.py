@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from mtpjax.cli import common, config_flags
@@ -24,8 +24,8 @@ COMMANDS_HELP = (
 def add_commands(commands) -> None:
     parser = command_parser(
         "Talk to a model in the terminal. Answers appear as they are generated, with accepted drafts in color, "
-        "followed by their speed and accept length. Standard input may also be a pipe or file with one message per "
-        "line; then only the answers go to standard output."
+        f"followed by their speed and accept length. {COMMANDS_HELP}. Standard input may also be a pipe or file with "
+        "one message per line; then only the answers go to standard output."
     )
     common.add_decoding_model_flags(parser)
     group = parser.flag_group("conversation")
@@ -102,13 +102,14 @@ class _Dialogue:
         if self._is_interactive:
             print(f"mtpjax chat: {COMMANDS_HELP}", file=sys.stderr)
         messages = list(self._start)
-        for text in self._messages():
-            if text.strip() == "/exit":
+        while (text := self._read_message()) is not None:
+            command = text.strip() if self._is_interactive else ""
+            if command == "/exit":
                 break
-            if text.strip() == "/reset":
+            if command == "/reset":
                 messages = list(self._start)
                 continue
-            if text.strip() in ("/help", "/?"):
+            if command == "/help":
                 print(f"mtpjax chat: {COMMANDS_HELP}", file=sys.stderr)
                 continue
             if not text.strip():
@@ -116,7 +117,7 @@ class _Dialogue:
             messages.append({"role": "user", "content": text})
             try:
                 answer = self._answer(messages)
-            # A message that the template or the model's length does not allow ends nothing.
+            # A message that the template rejects, or that does not fit, does not end a dialogue in a terminal.
             except ValueError as error:
                 messages.pop()
                 print(f"mtpjax chat: {printable(error)}", file=sys.stderr)
@@ -126,12 +127,15 @@ class _Dialogue:
             messages.append({"role": "assistant", "content": answer})
         return 0
 
-    def _messages(self) -> Iterator[str]:
-        """Yields the user's messages until the end of standard input."""
-        while (line := self._read_line("> ")) is not None:
-            while line.endswith("\\") and (more := self._read_line("| ")) is not None:
-                line = f"{line[:-1]}\n{more}"
-            yield line
+    def _read_message(self) -> str | None:
+        """Returns the user's next message; None at the end of standard input."""
+        line = self._read_line("> ")
+        while self._is_interactive and line is not None and line.endswith("\\"):
+            more = self._read_line("| ")
+            if more is None:
+                break
+            line = f"{line[:-1]}\n{more}"
+        return line
 
     def _read_line(self, prompt: str) -> str | None:
         if sys.stdin is None:
@@ -151,33 +155,38 @@ class _Dialogue:
         return line.removesuffix("\n").removesuffix("\r") if line else None
 
     def _answer(self, messages: list[dict[str, Any]]) -> str:
-        """Prints the answer to a conversation as it is generated, and returns it. Ctrl-C stops it."""
+        """Prints the answer to a conversation as it is generated, and returns it. In a terminal, Ctrl-C stops it."""
+        from mtpjax.serving.running import first_interrupt_calls
+
         sampling = config_flags.sampling_params(self._options)
         sampling = dataclasses.replace(sampling, seed=self._options.seed + self._num_answers)
         stream = self._llm.stream(messages, sampling, **self._arguments)
-        # The first answer waits for its programs to compile, which the speed must not count.
-        first_time, num_first, is_stopped = None, 0, False
-        try:
-            with self._printer.waiting("compiling" if not self._num_answers else ""):
-                pieces = stream.spans()
-                spans = next(pieces, [])
-            first_time, num_first = time.monotonic(), len(stream.tokens)
-            self._printer.write(spans)
-            for spans in pieces:
-                self._printer.write(spans)
-        except KeyboardInterrupt:
-            if not self._is_interactive:
-                raise
+
+        def stop() -> None:
+            nonlocal is_stopped
             is_stopped = True
             stream.close()
-            for _ in stream.spans():  # up to the end of the request
-                pass
-        seconds = time.monotonic() - (first_time or time.monotonic())
+            if not stream.tokens:  # a signal handler must not use buffered streams
+                os.write(2, b"\nmtpjax chat: stops when its programs are compiled; Ctrl-C again ends\n")
+
+        # The first answer waits for its programs to compile, which the speed must not count.
+        first_time, num_first, is_stopped = time.monotonic(), 0, False
+        with contextlib.ExitStack() as stack:
+            if self._is_interactive:
+                stack.enter_context(first_interrupt_calls(stop))
+            waiting = stack.enter_context(contextlib.ExitStack())
+            waiting.enter_context(self._printer.waiting("" if self._num_answers else "compiling"))
+            for number, spans in enumerate(stream.spans()):
+                if not number:
+                    waiting.close()
+                    first_time, num_first = time.monotonic(), len(stream.tokens)
+                self._printer.write(spans)
+        seconds = time.monotonic() - first_time
         self._num_answers += 1
         print(flush=True)
         completion = stream.completion
         parts = [count_of(len(completion.tokens), "token")]
-        if seconds > 0 and len(completion.tokens) > num_first:
+        if seconds > 0 and len(completion.tokens) > num_first > 0:
             parts.append(f"{(len(completion.tokens) - num_first) / seconds:.1f} tokens/s")
         if completion.finish.num_steps and self._llm.engine.config.num_steps:
             parts.append(f"accept length {completion.accept_length:.2f}")

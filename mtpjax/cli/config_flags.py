@@ -66,6 +66,8 @@ def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
         text = _HELP.get(name) or _flag_text(field_docs(kind).get(name, ""))
         if name == "num_steps" and default is None:
             text += " (default: 2 with MTP modules, 4 for lookup, else 0)"
+        if name == "max_new_tokens" and default is None:
+            text += " (default: as many as fit)"
         flag: dict[str, Any] = {"action": "store_true"} if type_hint is bool else {"type": _number_or_text(type_hint)}
         if choices := rule_choices("auto") if name == "acceptance" else _names_of(type_hint):
             flag |= {"choices": choices, "metavar": name.rsplit("_")[-1].upper()}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from mtpjax.serving.program_set import ProgramKey
 
 THREAD_NAME = "mtpjax-compile"
+ENGINE_THREAD = "mtpjax-engine"  # compiles in its calls, unless the engine has been warmed up
 LINE_SECONDS = 10.0  # time between two log lines
 SWITCH_SECONDS = 0.0005  # how long the compiling thread keeps the interpreter lock; Python's default is 5 ms
 
@@ -112,5 +113,5 @@ def _short_turns() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Returns whether a thread of this process is still compiling. If so, a normal exit could crash."""
-    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
+    """Returns whether a thread of this process may still be compiling. If so, a normal exit could crash."""
+    return any(thread.name in (THREAD_NAME, ENGINE_THREAD) for thread in threading.enumerate())

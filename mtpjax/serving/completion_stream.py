@@ -12,11 +12,12 @@ class CompletionStream:
     """A text that is being generated. `for` and `async for` yield its pieces, whose join is the whole text.
 
     A piece ends at a whole character, and never with the start of a stop string. Leaving the loop early ends the
-    request. Make it with `LLM.stream`.
+    request, and so does the end of a `with` block. Make it with `LLM.stream`.
     """
 
-    def __init__(self, events: RequestStream, choice: Choice):
-        self._events, self._choice = events, choice
+    def __init__(self, events: RequestStream, choice: Choice, owner: object):
+        # An `LLM` that nobody refers to any more closes its engine, so the stream refers to its owner.
+        self._events, self._choice, self._owner = events, choice, owner
 
     def __iter__(self) -> Iterator[str]:
         for spans in self.spans():
@@ -75,3 +76,9 @@ class CompletionStream:
     def close(self) -> None:
         """Ends the request if it still runs."""
         self._events.close()
+
+    def __enter__(self) -> "CompletionStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -6,6 +6,7 @@ this one. Each request's `deliver` function receives its deltas.
 """
 
 import concurrent.futures
+import contextlib
 import itertools
 import threading
 import time
@@ -14,10 +15,9 @@ from collections.abc import Sequence as TokenSequence
 from typing import Any
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.distributed import is_runtime_error
-from mtpjax.errors import LostProcess, printable
 from mtpjax.messages import count_of, require
 from mtpjax.models.model import MTPModel
+from mtpjax.serving.background import ENGINE_THREAD
 from mtpjax.serving.compilation import Compilation
 from mtpjax.serving.delivery import Delivery
 from mtpjax.serving.depth import AdaptiveDepth
@@ -42,15 +42,13 @@ from mtpjax.serving.request import (
     Scores,
     Sequence,
 )
-from mtpjax.serving.running import RequestStream, collect_outputs, score_text
+from mtpjax.serving.running import RequestStream, close_at_exit, collect_outputs, score_text
 from mtpjax.serving.scheduler import Scheduler, scheduler_settings
 from mtpjax.serving.scoring import check_text
 from mtpjax.serving.server_settings import WarmUp
 from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.status import EngineStatus
 from mtpjax.serving.tick import Ticks
-
-HELD_SECONDS = 0.5  # interval at which the time limits of requests that wait for a program are checked
 
 
 class Engine:
@@ -103,10 +101,9 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.max_requests = self.settings.num_slots + self.settings.max_waiting
         # 1. The inbox and the thread.
-        self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._inbox = Inbox(self._thread)
         self._ids = itertools.count()
-        self._tick_began: float | None = None
         # 2. The parts of a tick.
         settings = self.settings
         announce = None if followers is None else lambda *call, key: followers.send(encode(*call, key=key))
@@ -119,7 +116,7 @@ class Engine:
         of_scheduler = scheduler_settings(session, self._choose_depth)
         self._scheduler = Scheduler(of_scheduler, make_pools(session.sizes, settings))
         self._delivery = Delivery(session, self._scheduler, self._executor.clear_pages, observe, self._compilation.held)
-        self._ticks = Ticks(self._executor, self._scheduler, self._delivery, self._compilation)
+        self._ticks = Ticks(self._executor, self._scheduler, self._delivery, self._compilation, self._inbox)
         self.pages = PageExchange(session, self._scheduler, self._inbox)
         self._num_warm_up_programs = 0
 
@@ -149,6 +146,7 @@ class Engine:
     def start(self) -> None:
         """Starts the thread that serves requests, and the thread that compiles the remaining programs."""
         self._measure_depths()
+        close_at_exit(self)
         self._thread.start()
         self._compilation.start()
 
@@ -192,6 +190,7 @@ class Engine:
             ValueError: a request is out of range; no request has run.
             QueueFull: the engine is shutting down.
         """
+        self._inbox.require_started()
         return collect_outputs(self, requests, progress)
 
     def stream(self, request: Request) -> RequestStream:
@@ -201,6 +200,7 @@ class Engine:
             ValueError: the request is out of range.
             QueueFull: too many requests wait, or the engine is shutting down.
         """
+        self._inbox.require_started()
         return RequestStream(self, request)
 
     def update_params(self, params: dict, draft_params: Any = None) -> None:
@@ -219,14 +219,23 @@ class Engine:
             QueueFull: the engine is shutting down.
         """
         require(self.followers is None, "parameters cannot be replaced in an engine of several processes")
+        require(not self.pages.is_in_use, "parameters cannot be replaced in a server that exchanges pages")
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("update_params waits for the engine's thread, so it cannot be called there")
         weights = self._executor.session.fit_params(params, draft_params)
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         if self._thread.ident is None:
             self._ticks.add_update(weights, done)
-            self._ticks.update_params()
+            self._ticks.apply_update()
         else:
             self._inbox.post(lambda: self._ticks.add_update(weights, done))
-        self._inbox.wait(done)
+        try:
+            self._inbox.wait(done)
+        except BaseException:
+            # An interrupted caller does not expect the parameters to change later.
+            with contextlib.suppress(EngineClosed):
+                self._inbox.post(lambda: self._ticks.remove_update(done))
+            raise
 
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Puts a request into the queue.
@@ -272,7 +281,8 @@ class Engine:
             if sequence is not None:
                 self._delivery.end(sequence, reason)
 
-        self._inbox.post(end)
+        with contextlib.suppress(EngineClosed):  # then it has ended
+            self._inbox.post(end)
 
     def score(self, tokens: TokenSequence[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text under the trunk. Blocks while the text is processed like a prompt.
@@ -287,6 +297,7 @@ class Engine:
         """
         text = ScoredText(list(tokens), num_top)
         check_text(text.tokens, num_top, vocab_size=self.vocab_size, max_length=self.max_length)
+        self._inbox.require_started()
         return score_text(self._submit, text)
 
     def flush_cache(self) -> int:
@@ -320,7 +331,7 @@ class Engine:
         if self._executor.session.is_compiling:
             return None
         # If the tick has compiled a program, count from the end of that compilation.
-        began, compiled = self._tick_began, self._executor.session.compiled_at
+        began, compiled = self._ticks.began, self._executor.session.compiled_at
         return began if began is None else max(began, compiled)
 
     @property
@@ -343,44 +354,30 @@ class Engine:
         deadline = None if timeout is None else time.monotonic() + timeout
         self._inbox.close()
         is_running = self._thread.ident is not None
-        while is_running and self._delivery.sequences and (deadline is None or time.monotonic() < deadline):
+        while self._thread.is_alive() and self._delivery.sequences:
+            if deadline is not None and time.monotonic() >= deadline:
+                break
             time.sleep(0.01)
-        self._compilation.stop()
-        left = list(self._delivery.sequences)
-        for request_id in left:
-            self.abort(request_id)
+        left = self.stop()
         if is_running:
             self._thread.join()
         return not left
 
+    def stop(self) -> int:
+        """Accepts no new requests, and aborts the running ones without waiting. Returns their number."""
+        self._inbox.close()
+        self._compilation.stop()
+        left = list(self._delivery.sequences)
+        for request_id in left:
+            self.abort(request_id)
+        if self._thread.ident is None:
+            self._delivery.fail_all("the engine was closed before it was started")
+        return len(left)
+
     # The engine's thread.
 
     def _run(self) -> None:
-        held = self._compilation.held
-        while True:
-            with self._inbox.changed:
-                self._tick_began = None
-                # While a request waits for a program, the engine only checks its time limits.
-                while not (self._inbox.actions or self._ticks.is_busy or len(self._delivery.sequences) > len(held)):
-                    if self._inbox.is_closing and not held:
-                        return
-                    is_notified = self._inbox.changed.wait(HELD_SECONDS if held else None)
-                    self._delivery.progress_at = time.monotonic()
-                    if not is_notified:
-                        break
-                actions, self._inbox.actions = self._inbox.actions, []
-                self._tick_began = time.monotonic()
-            # An error in one request must never end the thread.
-            try:
-                for action in actions:
-                    action()
-                self._ticks.run()
-            except Exception as error:
-                # The other processes may not have failed in the same call, so the states may now differ.
-                if self.followers is not None and (isinstance(error, LostProcess) or is_runtime_error(error)):
-                    problem = printable(error, 200)
-                    return self.followers.end_process(f"another process has ended, or a call failed: {problem}")
-                self._ticks.recover(error, lambda: self._inbox.is_closing)
+        self._ticks.loop(self.followers)
 
     def _choose_depth(self, num_rows: int) -> int:
         """Returns the number of draft levels for the next call with this number of decoding rows."""

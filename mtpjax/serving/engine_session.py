@@ -123,23 +123,33 @@ class EngineSession(Session):
             draft_params: the drafter's own parameters; None keeps the current ones.
 
         Returns:
-            The parameters of the model and those of the drafter, as the session's calls take them.
+            The parameters of the model, and the drafter's own ones or None, for `set_params`.
 
         Raises:
             ValueError: a name, shape or dtype differs from the current parameters.
         """
         require(self.settings.rebalance_experts_every is None, "parameters cannot be replaced while experts move")
         check_argument_types(params, model=self._given_model)
-        check_params(params, self._given_model)
-        params, model, _ = fit_params(params_to_device(params), self._given_model, self.config, self.mesh)
+        params = params_to_device(params)
+        if _types(params) != _types(self.params):
+            check_params(params, self._given_model)
+            params, _, _ = fit_params(params, self._given_model, self.config, self.mesh)
         if draft_params is not None:
             require(self.own_draft_params is not None, "the drafter has no parameters of its own")
             own = self._placed(params_to_device(draft_params), self.mesh)
+            draft_params = _like(own, self.own_draft_params, "draft_params")
+        return _like(params, self.params, "params"), draft_params
+
+    def set_params(self, params: dict, draft_params: Any) -> None:
+        """Replaces the parameters by those that `fit_params` returned. The caches must not be used any more."""
+        self.params = params
+        if draft_params is not None:
+            self.own_draft_params = draft_params
+        if self.own_draft_params is not None:
+            self.draft_params = self.own_draft_params
         else:
-            own = self.own_draft_params
-        if own is None:
-            own = self.decoder.drafter.default_params(params, self.config, model=model)
-        return _like(params, self.params, "params"), _like(own, self.draft_params, "draft_params")
+            own = self.decoder.drafter.default_params(params, self.config, model=self.decoder.model)
+            self.draft_params = _like(own, self.draft_params, "draft_params")
 
     def reset(self) -> None:
         """Makes a state with all slots free, and empty snapshots."""
@@ -311,17 +321,28 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
 
 
 def _committed(tree: Any) -> Any:
-    """Commits arrays to the devices that they are on. Copies nothing."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), tree)
+    """Commits arrays to the devices that they are on, and makes weak types strong. Copies nothing else."""
+    return jax.tree.map(lambda leaf: _put(leaf, leaf.sharding), tree)
+
+
+def _put(leaf: jax.Array, sharding: Any) -> jax.Array:
+    # A weakly typed array, such as `jnp.full(shape, 1.0)`, is a different type for JAX's cache of programs.
+    return jax.device_put(jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf, sharding)
+
+
+def _types(tree: Any) -> dict[str, str]:
+    """Returns the dtype and shape of each array by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def _like(new: Any, old: Any, name: str) -> Any:
     """Returns the arrays of `new` on the devices of `old`. Raises `ValueError` unless their types are the same."""
-    found, wanted = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (new, old))
+    found, wanted = _types(new), _types(old)
     for path in [*wanted, *found]:
-        types = [f"{of[path].dtype}{list(of[path].shape)}" if path in of else "missing" for of in (found, wanted)]
-        require(types[0] == types[1], f"{name}: {path_name(path)} is {types[0]}; in the engine it is {types[1]}")
-    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), new, old)
+        types = [of.get(path, "missing") for of in (found, wanted)]
+        require(types[0] == types[1], f"{name}: {path} is {types[0]}; in the engine it is {types[1]}")
+    return jax.tree.map(lambda leaf, like: _put(leaf, like.sharding), new, old)
 
 
 def _check_rebalancing(params: dict, model: MTPModel, num_devices: int) -> None:

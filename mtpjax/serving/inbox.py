@@ -38,8 +38,14 @@ class Inbox:
             self.actions.append(action)
             self.changed.notify()
 
+    def require_started(self) -> None:
+        """Raises `RuntimeError` if the thread was never started: its answer would never come."""
+        if self._thread.ident is None:
+            raise RuntimeError("the engine has not been started: call start(), or use it in a with statement")
+
     def ask(self, compute: Callable[[], T]) -> T:
         """Runs a function in the thread, and waits for its result. Raises `EngineClosed` if the thread has ended."""
+        self.require_started()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:

@@ -1,8 +1,10 @@
 """From text to text in Python: a model, its tokenizer and an engine, as in vLLM's `LLM`."""
 
+import collections
 import dataclasses
 import json
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -15,18 +17,23 @@ from mtpjax import compat
 from mtpjax.console import progress_bar
 from mtpjax.data.tokenizer import Tokenizer, load_tokenizer
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.drafters.methods import default_num_steps, load_drafter, uses_mtp_modules
+from mtpjax.drafters.methods import load_drafter, uses_mtp_modules
 from mtpjax.errors import UsageError, printable
 from mtpjax.evaluation.self_check import check_acceptance
+from mtpjax.inference.requests import params_to_device
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import find_checkpoint
-from mtpjax.messages import did_you_mean
+from mtpjax.messages import count_of
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import shard_for_decoding
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.prompts import read_chat
+from mtpjax.serving.api.settings import Limits
 from mtpjax.serving.completion import Choice, Completion, Job
 from mtpjax.serving.completion_stream import CompletionStream
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.grammar import Grammars
+from mtpjax.serving.llm_settings import make_config, split_settings
 from mtpjax.serving.matcher import Grammar
 from mtpjax.serving.memory import MEMORY_FRACTION, choose_num_pages
 from mtpjax.serving.request import Delta, Finish
@@ -35,8 +42,7 @@ from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.text_options import TextOptions
 
 Messages = Sequence[Mapping[str, Any]]
-# Fields of `DecodeConfig` that belong to a text, and one that only `speculative_generate` supports.
-TEXT_FIELDS = ("max_new_tokens", "stop_token_ids", "stop_sequences", "logprobs", "depth_policy")
+
 
 _log = logging.getLogger("mtpjax.llm")
 
@@ -94,7 +100,7 @@ class LLM:
         memory_fraction: float = MEMORY_FRACTION,
         **settings: Any,
     ):
-        decode, engine = _split_settings(settings)
+        decode, engine = split_settings(settings)
         allow_copies = bool(decode.get("allow_copies", False))
         on_mesh = compat.make_mesh(dict(mesh)) if isinstance(mesh, Mapping) else mesh
         place = find_checkpoint(path)
@@ -102,15 +108,14 @@ class LLM:
         tokenizer = load_tokenizer(place, model.config.vocab_size, chat_template=chat_template)
         draft_params = None
         if draft_model is not None:
-            drafter, draft_params = load_drafter(draft_model, model=model, method=decode.get("drafter"))
-            decode["drafter"] = drafter
-        if on_mesh is not None:
-            model, params = shard_for_decoding(model, params, on_mesh, allow_copies=allow_copies)
-        self._start(params, model, tokenizer, draft_params, decode, engine, memory_fraction)
+            decode["drafter"], draft_params = load_drafter(draft_model, model=model, method=decode.get("drafter"))
+        config = make_config(decode, model)
         # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
-        config = self.engine.config
         if config.num_steps and uses_mtp_modules(config.drafter):
             check_acceptance(place, model, params)
+        if on_mesh is not None:
+            model, params = shard_for_decoding(model, params, on_mesh, allow_copies=allow_copies)
+        self._start(params, model, tokenizer, draft_params, config, EngineSettings(**engine), memory_fraction)
 
     @classmethod
     def from_params(
@@ -136,8 +141,9 @@ class LLM:
         Raises:
             UsageError, ValueError, MemoryTooSmall: as in `LLM`.
         """
-        llm = cls.__new__(cls)
-        llm._start(params, model, tokenizer, draft_params, *_split_settings(settings), memory_fraction)
+        llm, (decode, engine), params = cls.__new__(cls), split_settings(settings), params_to_device(params)
+        config = make_config(decode, model)
+        llm._start(params, model, tokenizer, draft_params, config, EngineSettings(**engine), memory_fraction)
         return llm
 
     def _start(
@@ -146,13 +152,10 @@ class LLM:
         model: MTPModel,
         tokenizer: Tokenizer,
         draft_params: Any,
-        decode: dict[str, Any],
-        engine: dict[str, Any],
+        config: DecodeConfig,
+        settings: EngineSettings,
         memory_fraction: float,
     ) -> None:
-        if decode.get("num_steps") is None:
-            decode["num_steps"] = default_num_steps(decode.get("drafter", "mtp"), model.config)
-        config, settings = DecodeConfig(**decode), EngineSettings(**engine)
         if settings.num_pages is None:
             num_pages = choose_num_pages(params, model, config, settings, memory_fraction)
             settings = dataclasses.replace(settings, num_pages=num_pages)
@@ -170,8 +173,9 @@ class LLM:
             grammars=self._grammars,
         )
         self.engine.start()
-        # The engine's thread refers to the engine, so nothing else would end it.
-        self._close = weakref.finalize(self, self.engine.close, 0.0)
+        # The engine's thread refers to the engine, so nothing else would end it. The garbage collector must not wait.
+        self._stop = weakref.finalize(self, self.engine.stop)
+        self._stop.atexit = False
 
     @overload
     def generate(
@@ -201,8 +205,8 @@ class LLM:
 
         Args:
             prompts: one text, or any number of texts or lists of token ids, of any lengths.
-            sampling: sampling parameters for all prompts, or one per prompt; None is greedy. Prompt i uses seed + i, or
-                a random seed if none is given.
+            sampling: sampling parameters for all prompts, or a list with one per prompt; None is greedy. With one for
+                all, prompt i uses seed + i. Without a seed, each prompt gets a random one.
             progress: show a progress bar on a terminal.
             **options: fields of `mtpjax.serving.text_options.TextOptions`; `max_new_tokens` defaults to 128.
 
@@ -247,7 +251,7 @@ class LLM:
             ConversationError: the chat template rejects a conversation.
             ValueError: as for `generate`.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        is_one = not isinstance(messages, Sequence) or (bool(messages) and isinstance(messages[0], Mapping | str))
         conversations: Any = [messages] if is_one else messages
         tokens = [self._encode_chat(each, tools, chat_template_kwargs) for each in conversations]
         completions = self._run(self._jobs(tokens, sampling, options), progress)
@@ -284,7 +288,7 @@ class LLM:
         else:
             tokens, options = self._encode(prompt), {"max_new_tokens": 128} | options
         [job] = self._jobs([tokens], sampling, options)
-        return CompletionStream(self.engine.stream(job.request), Choice(0, job, job.text_stream(self.tokenizer)))
+        return CompletionStream(self.engine.stream(job.request), Choice(0, job, job.text_stream(self.tokenizer)), self)
 
     def update_params(self, params: dict, draft_params: Any = None) -> None:
         """Replaces the model's parameters without compiling; see `mtpjax.Engine.update_params`."""
@@ -292,26 +296,49 @@ class LLM:
 
     def close(self) -> None:
         """Ends the texts that still run, and stops the engine."""
-        self._close()
+        self._stop.detach()
+        self.engine.close(timeout=0.0)
 
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After Ctrl-C, nobody wants to wait for a compilation.
+        if kind is KeyboardInterrupt:
+            self._stop()
+        else:
+            self.close()
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence) or not all(isinstance(each, int) for each in prompt):
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+        if not is_list or not all(isinstance(each, int) and not isinstance(each, bool) for each in prompt):
             raise UsageError(f"a prompt must be a string or a list of token ids, got {printable(repr(prompt), 100)}")
         return list(prompt)
 
     def _encode_chat(self, messages: Any, tools: Any, variables: Mapping[str, Any] | None) -> list[int]:
-        messages = [dict(message) for message in messages]
-        return self.tokenizer.apply_chat_template(
-            messages, tools=list(tools), add_generation_prompt=True, **(variables or {})
+        """Encodes a conversation as the server does."""
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise UsageError(
+                "a conversation must be a list of messages, such as [{'role': 'user', 'content': 'Hello'}], got "
+                f"{printable(repr(messages), 100)}"
+            )
+        variables = dict(variables or {})
+        if reserved := sorted(variables.keys() & {"messages", "tools", "add_generation_prompt"}):
+            raise UsageError(f"chat_template_kwargs must not set {reserved[0]}")
+        body = {"messages": list(map(_to_dict, messages)), "tools": list(tools), "chat_template_kwargs": variables}
+        limits = Limits(
+            max_length=self.engine.max_length,
+            vocab_size=self.engine.vocab_size,
+            max_prompt_characters=sys.maxsize,
+            max_total_characters=sys.maxsize,
+            template_variables=tuple(variables),
         )
+        try:
+            return read_chat(self.tokenizer, body, limits, add_generation_prompt=True)
+        except ApiError as error:
+            raise UsageError(str(error)) from error
 
     def _jobs(self, prompts: Sequence[Sequence[int]], sampling: Any, options: dict[str, Any]) -> list[Job]:
         text = TextOptions.read(options)
@@ -351,26 +378,15 @@ class LLM:
 
             run_requests(self.engine, requests, receive)
         completions = [choice.completion() for choice in choices]
-        for number, completion in enumerate(completions):
-            if completion.finish_reason in ("error", "invalid"):
-                _log.warning("prompt %d: %s", number, completion.finish and completion.finish.message)
-        num_aborted = sum(completion.finish_reason == "abort" for completion in completions)
-        if num_aborted:
-            _log.warning("interrupted: %d of %d texts are incomplete", num_aborted, len(completions))
+        reasons = collections.Counter(completion.finish_reason for completion in completions)
+        for reason in ("abort", "timeout", "error", "invalid"):
+            if reasons[reason]:
+                first = next(each for each in completions if each.finish_reason == reason)
+                message = first.finish.message if first.finish else ""
+                problem = f"{reasons[reason]} of {count_of(len(completions), 'text')} ended early ({reason})"
+                _log.warning("%s", ": ".join(filter(None, [problem, message])))
         return completions
 
 
-def _split_settings(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divides settings into the fields of `DecodeConfig` and of `EngineSettings`, which has `max_length`."""
-    engine_names, decode_names = (
-        [field.name for field in dataclasses.fields(kind) if field.name not in TEXT_FIELDS]
-        for kind in (EngineSettings, DecodeConfig)
-    )
-    for name in settings:
-        if name in TEXT_FIELDS:
-            raise UsageError(f"{name} is no setting of LLM: generate, chat and stream have options for each text")
-        if name not in engine_names and name not in decode_names:
-            hint = did_you_mean(name, [*engine_names, *decode_names])
-            raise UsageError(f"unknown setting {name}{hint}; LLM takes the fields of DecodeConfig and EngineSettings")
-    engine = {name: value for name, value in settings.items() if name in engine_names}
-    return {name: value for name, value in settings.items() if name not in engine_names}, engine
+def _to_dict(message: Any) -> Any:
+    return dict(message) if isinstance(message, Mapping) else message

@@ -68,7 +68,8 @@ def choose_num_pages(
     if num_pages < per_row and all(stats):
         raise MemoryTooSmall(
             f"the memory has room for {max(num_pages, 0) * settings.page_size} tokens, but a text may have "
-            f"{sizes.max_length}: lower max_length (--context-length), or raise memory_fraction (--mem-fraction-static)"
+            f"{sizes.max_length}: lower the maximum length, or raise the fraction of memory to use (in `mtpjax "
+            "serve`: --context-length, --mem-fraction-static)"
         )
     return max(min(num_pages, per_row * settings.num_slots), per_row)
 

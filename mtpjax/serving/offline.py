@@ -84,12 +84,14 @@ def complete(
         rows = repeat_first_row(rows, num_rows - len(batch))
 
         def decode(batch=batch, rows=rows) -> CompletedBatch:
-            return _decode(call, rows, [make_stream(prompt) for prompt in batch])
+            return _decode(call, rows, batch, [make_stream(prompt) for prompt in batch])
 
         yield GRAPHS.run_or_repeat(call.mesh or jax.sharding.get_mesh(), decode)
 
 
-def _decode(call: BatchCall, rows: NewRows, streams: list[TextStream]) -> CompletedBatch:
+def _decode(
+    call: BatchCall, rows: NewRows, prompts: Sequence[Sequence[int]], streams: list[TextStream]
+) -> CompletedBatch:
     """Decodes one batch until every row has ended or produced a stop string."""
     rounds = np.int32(ROUNDS_PER_CHECK) if any(stream.has_stops for stream in streams) else None
     state, is_started = call.start(rows), False
@@ -110,5 +112,5 @@ def _decode(call: BatchCall, rows: NewRows, streams: list[TextStream]) -> Comple
         spans[row] += stream.finish().spans
         reason = "stop" if stream.is_stopped else result.finish_reasons[row]
         tokens = result.rows()[row][: stream.num_tokens]
-        completions.append(Completion(spans[row], tokens, reason, stream.matched))
+        completions.append(Completion(spans[row], tokens, reason, stream.matched, prompts[row]))
     return CompletedBatch(completions, result)

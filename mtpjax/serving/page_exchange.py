@@ -16,13 +16,14 @@ class PageExchange:
     Attributes:
         shapes: shapes and dtypes of a page's entries.
         num_received: number of pages that `put` has added.
+        is_in_use: another process has been told which parameters the pages come from.
     """
 
     def __init__(self, session: EngineSession, scheduler: Scheduler, inbox: Inbox):
         self._session, self._scheduler, self._inbox = session, scheduler, inbox
         self.page_size, self.max_length = session.settings.page_size, session.sizes.max_length
         self.shapes = page_shapes(session.state)
-        self.num_received = 0
+        self.num_received, self.is_in_use = 0, False
 
     @property
     def is_supported(self) -> bool:
@@ -32,7 +33,7 @@ class PageExchange:
 
     def digest(self) -> bytes:
         """Computes a hash of everything that a page's entries depend on, except the text; see `model_digest`."""
-        session = self._session
+        session, self.is_in_use = self._session, True
         return model_digest(
             session.params,
             session.decoder.model.config,

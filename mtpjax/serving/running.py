@@ -1,14 +1,16 @@
 """Runs requests on an engine from any thread: many at a time, or one whose tokens are read as they arrive."""
 
 import asyncio
+import atexit
 import collections
 import contextlib
 import functools
 import queue
 import signal
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mtpjax.serving.request import (
     Deliver,
@@ -65,7 +67,8 @@ def run_requests(
         inbox.put((index, event))
 
     def submit() -> None:
-        while waiting and len(running) < engine.max_requests:
+        # Leave half of the queue to other callers.
+        while waiting and len(running) < max(engine.max_requests // 2, 1):
             index, request = waiting[0]
             try:
                 running[index] = engine.submit(request, functools.partial(deliver, index))
@@ -133,7 +136,8 @@ def check_all(engine: RequestEngine, requests: Sequence[Request]) -> None:
         try:
             engine.check(request)
         except ValueError as error:
-            raise ValueError(f"request {index}: {error}") from error
+            # Each request is checked alone, as prompt 0.
+            raise ValueError(f"request {index}: {str(error).replace('prompt 0', 'its prompt')}") from error
 
 
 def score_text(submit: Callable[[Request, Deliver, ScoredText], int], text: ScoredText) -> Scores:
@@ -175,39 +179,32 @@ def first_interrupt_calls(stop: Callable[[], None]) -> Iterator[None]:
 class RequestStream:
     """One request, whose events can be read with `for` or `async for`; the last one is its `Finish`.
 
-    Leaving the loop early ends the request, as `close` does. Make it with `Engine.stream`.
+    Leaving the loop early ends the request, as `close` and the end of a `with` block do. Make it with `Engine.stream`.
     """
 
     def __init__(self, engine: RequestEngine, request: Request):
-        self._engine, self._inbox = engine, queue.SimpleQueue[Delta | Finish]()
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
-        self._has_ended = False
-        self._id = engine.submit(request, self._deliver)
-
-    def _deliver(self, event: Delta | Finish) -> None:
-        # In the engine's thread.
-        self._inbox.put(event)
-        if self._waiter is not None:
-            loop, arrived = self._waiter
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(arrived.set)
+        self._engine, self._mail, self._has_ended = engine, _Mail(), False
+        self._id = engine.submit(request, self._mail.deliver)
+        # The engine refers only to the mail, so a stream that nobody reads any more ends its request.
+        self._end = weakref.finalize(self, engine.abort, self._id)
+        self._end.atexit = False
 
     def __iter__(self) -> Iterator[Delta | Finish]:
         try:
             while not self._has_ended:
-                yield self._take(self._inbox.get())
+                yield self._take(self._mail.inbox.get())
         finally:
             self.close()
 
     async def __aiter__(self) -> AsyncIterator[Delta | Finish]:
         arrived = asyncio.Event()
-        self._waiter = asyncio.get_running_loop(), arrived
+        self._mail.waiter = asyncio.get_running_loop(), arrived
         try:
             while not self._has_ended:
                 # An event that arrives after this line is in the inbox, or sets `arrived` again.
                 arrived.clear()
                 try:
-                    event = self._inbox.get_nowait()
+                    event = self._mail.inbox.get_nowait()
                 except queue.Empty:
                     await arrived.wait()
                 else:
@@ -223,3 +220,43 @@ class RequestStream:
         """Ends the request if it still runs."""
         if not self._has_ended:
             self._engine.abort(self._id, reason)
+
+    def __enter__(self) -> "RequestStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Mail:
+    """The events of a stream that it has not read, and the event loop that waits for them."""
+
+    def __init__(self):
+        self.inbox: queue.SimpleQueue[Delta | Finish] = queue.SimpleQueue()
+        self.waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def deliver(self, event: Delta | Finish) -> None:
+        """Takes an event, in the engine's thread."""
+        self.inbox.put(event)
+        if self.waiter is not None:
+            loop, arrived = self.waiter
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(arrived.set)
+
+
+class _Closable(Protocol):
+    def close(self, timeout: float | None = None) -> bool: ...
+
+
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def close_at_exit(engine: _Closable) -> None:
+    """Closes an engine before the interpreter ends: XLA crashes in a thread that is still running then."""
+    _open.add(engine)
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_open):
+        engine.close(timeout=0.0)

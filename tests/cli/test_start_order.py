@@ -19,6 +19,7 @@ COMPILING = {
     "quickstart": ("--output", "out"),
     "train": (),
     "generate": (*MODEL, "--prompt", "x"),
+    "chat": MODEL,
     "regenerate": (*MODEL, "--data", "MODEL/config.json", "--output", "out"),
     "merge-mtp": ("--input-dir", "MODEL", "--mtp-dir", "MODEL", "--output-dir", "out", "--check", "MODEL/config.json"),
     "profile": MODEL,

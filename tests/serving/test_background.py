@@ -118,7 +118,7 @@ def test_a_program_that_does_not_compile_fails_the_requests_that_need_it(stuck):
 
 
 def test_a_first_use_is_not_a_hung_call(stuck):
-    session, stuck._tick_began = stuck._executor.session, time.monotonic() - 1000
+    session, stuck._ticks.began = stuck._executor.session, time.monotonic() - 1000
     try:
         with session.first_use(ProgramKey("clear")):
             assert stuck.busy_since is None
@@ -126,7 +126,7 @@ def test_a_first_use_is_not_a_hung_call(stuck):
         with session.first_use(ProgramKey("clear")):
             assert stuck.busy_since is not None, "the second use compiles nothing"
     finally:
-        stuck._tick_began = None
+        stuck._ticks.began = None
 
 
 def test_what_requests_want_is_compiled_first():

@@ -168,7 +168,7 @@ def test_the_old_state_is_freed_before_the_new_one_is_made(server, monkeypatch):
 
 def test_an_engine_that_cannot_start_anew_tries_again(server, monkeypatch):
     """45: the memory is still full at the first attempt."""
-    monkeypatch.setattr("mtpjax.serving.engine.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("mtpjax.serving.tick.RETRY_SECONDS", 0.05)
     executor = server.engine._executor
     with failing_once(executor.session, "_new_state", at=1), failing_once(executor, "advance", at=1):
         assert server.post(**BODIES[0]).status_code == 503

@@ -69,10 +69,11 @@ def test_seeds_count_up_and_repeat(llm):
     assert llm.generate("def ", SamplingParams(temperature=1.5, seed=4), max_new_tokens=16).tokens == second.tokens
     unseeded = [llm.generate("def ", SamplingParams(temperature=1.5), max_new_tokens=16).tokens for _ in range(2)]
     assert unseeded[0] != unseeded[1]
-    each = [SamplingParams(), SamplingParams(temperature=1.5, seed=3)]
-    greedy, sampled = llm.generate(["def "] * 2, each, max_new_tokens=16)
+    # In a list, each seed counts as it is given.
+    each = [SamplingParams(), *(SamplingParams(temperature=1.5, seed=seed) for seed in (4, 3))]
+    greedy, *sampled = llm.generate(["def "] * 3, each, max_new_tokens=16)
     assert greedy.tokens == llm.generate("def ", max_new_tokens=16).tokens
-    assert sampled.tokens == second.tokens  # seed 3 + 1
+    assert [each.tokens for each in sampled] == [second.tokens, first.tokens]
 
 
 def test_stop_strings_end_texts_and_are_not_part_of_them(llm):
@@ -165,6 +166,23 @@ def test_chat_gives_the_prompts_of_the_server(llm, chat_llm):
     assert len(answer.prompt) + len(answer.tokens) == 128
 
 
+@pytest.mark.parametrize(
+    "messages, options, message",
+    [
+        ("hi", {}, "a conversation must be a list of messages"),
+        ({"role": "user", "content": "hi"}, {}, "a conversation must be a list of messages"),
+        (["hi"], {}, r"messages\[0\] must be an object"),
+        ([[]], {}, "messages is empty"),
+        ([{"role": "robot", "content": "hi"}], {}, "role must be one of"),
+        ([{"role": "user"}], {}, "content is missing"),
+        (CONVERSATIONS[0], {"chat_template_kwargs": {"tools": []}}, "must not set tools"),
+    ],
+)
+def test_wrong_conversations_are_refused(messages, options, message, llm):
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, max_new_tokens=1, **options)
+
+
 def test_texts_with_a_grammar_match_it(llm):
     pytest.importorskip("llguidance")
     text = llm.generate("def ", max_new_tokens=40, regex="[ab]{3}c").text
@@ -181,7 +199,15 @@ def test_texts_with_a_grammar_match_it(llm):
     "prompts, options, message",
     [
         (["a", "b" * 128], {}, "request 1: .*128"),
-        (["a", ""], {}, "request 1: .*empty"),
+        (["a", ""], {}, "request 1: its prompt is empty"),
+        ([b"a"], {}, "a string or a list of token ids, got b'a'"),
+        ([[True]], {}, "a string or a list of token ids"),
+        (["a"], {"logprobs": 5}, "logprobs must be True or False, got 5"),
+        (["a"], {"stop_token_ids": 5}, "stop_token_ids must be a list of token ids"),
+        (["a"], {"sampling": []}, "sampling has 0 values for 1 prompts"),
+        (["a"], {"sampling": {"temperature": 1}}, "sampling must be mtpjax.SamplingParams"),
+        (["a"], {"temperature": 0.8}, "temperature is a sampling parameter: pass mtpjax.SamplingParams"),
+        (["a"], {"sampling": SamplingParams(seed=[1])}, "seed must be one integer"),
         ([7], {}, "a string or a list of token ids, got 7"),
         ([["a"]], {}, "a string or a list of token ids"),
         ([[1, 256]], {}, "request 0: .*256"),
@@ -206,7 +232,7 @@ def test_wrong_prompts_and_options_are_refused_before_any_text_runs(prompts, opt
     "settings, message",
     [
         ({"num_step": 1}, "unknown setting num_step: did you mean num_steps"),
-        ({"max_new_tokens": 8}, "generate, chat and stream have options for each text"),
+        ({"max_new_tokens": 8}, "not a setting of LLM: pass it to generate, chat or stream"),
         ({"num_slots": 0}, "num_slots must be at least 1"),
         ({"num_steps": 3, "topk": 2, "num_draft_tokens": 99}, "num_draft_tokens"),
         ({"drafter": "none"}, "drafter must be one of"),
@@ -220,14 +246,18 @@ def test_wrong_settings_are_refused(settings, message, checkpoint):
 def test_parameters_in_memory_and_new_ones(small, checkpoint):
     model, params = small("grouped", "mixed", vocab_size=256)
     _, others = small("grouped", vocab_size=256)
-    llm = LLM.from_params(params, model=model, tokenizer=load_tokenizer(checkpoint), **SETTINGS)
+    as_numpy = jax.device_get(params)
+    llm = LLM.from_params(as_numpy, model=model, tokenizer=load_tokenizer(checkpoint), **SETTINGS)
     before = llm.generate("def ", max_new_tokens=12)
     assert before.tokens == alone(checkpoint, "def ", max_new_tokens=12)
     llm.update_params(others)
     assert llm.generate("def ", max_new_tokens=12).tokens != before.tokens
-    # Nothing refers to it any more, so its thread ends.
-    thread, gone = llm.engine._thread, weakref.ref(llm)
+    # A stream keeps it alive. Then nothing refers to it any more, so its thread ends.
+    thread, gone, stream = llm.engine._thread, weakref.ref(llm), llm.stream("def ", max_new_tokens=12)
     del llm
+    gc.collect()
+    assert len("".join(stream)) and stream.completion.finish_reason == "length"
+    del stream
     gc.collect()
     thread.join(10)
     assert gone() is None and not thread.is_alive()
@@ -258,20 +288,17 @@ SCRIPT = """
 import os, signal, sys, threading
 import mtpjax
 llm = mtpjax.LLM(sys.argv[1], num_steps=2, num_slots=2, batch_sizes=(2,), max_length=250)
-llm.generate("warm", max_new_tokens=8)
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-short = llm.generate(["a", "b"], max_new_tokens=1)
-completions = llm.generate(["x%d" % number for number in range(400)], max_new_tokens=240, ignore_eos=True)
-print(len(completions), sorted({each.finish_reason for each in completions}), all(map(len, short)))
+llm.generate(["warm", "up"], max_new_tokens=240, ignore_eos=True)
+threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+completions = llm.generate(["x%d" % number for number in range(1000)], max_new_tokens=240, ignore_eos=True)
+print(len(completions), completions[-1].finish_reason)
 """
 
 
 def test_an_interrupted_script_gets_what_is_done_and_ends_well(checkpoint):
-    script = SCRIPT.replace("all(map(len, short))", "[len(each.tokens) for each in short]")
-    done = subprocess.run([sys.executable, "-c", script, checkpoint], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in ("400 ['abort', 'length'] [1, 1]", "400 ['abort'] [1, 1]")
-    assert "of 400 texts are incomplete" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, "-c", SCRIPT, checkpoint], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "1000 abort\n"), done.stderr
+    assert "of 1000 texts ended early (abort)" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_names_are_public():

@@ -1,6 +1,7 @@
 """Many requests from one thread, and streams of one request, on an engine without a device."""
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -32,7 +33,7 @@ def requests(count, *, new_tokens=8, **options):
 
 
 def test_more_requests_than_the_queue_holds_come_back_in_order(engine):
-    few, counts = engine(max_requests=3), []
+    few, counts = engine(max_requests=6), []
     outputs = collect_outputs(few, requests(50, logprobs=True), lambda *progress: counts.append(progress))
     assert [output.tokens[0] for output in outputs] == list(range(50))
     assert all(len(output.tokens) == len(output.origins) == len(output.logprobs) == 8 for output in outputs)
@@ -93,7 +94,7 @@ def test_a_failing_receiver_leaves_nothing_running(engine):
 
 
 def test_an_interrupt_ends_what_runs_and_returns_what_is_done(engine):
-    slow, handler = engine(delay=0.01, max_requests=4), signal.getsignal(signal.SIGINT)
+    slow, handler = engine(delay=0.01, max_requests=8), signal.getsignal(signal.SIGINT)
     asked = requests(3, new_tokens=2) + requests(6, new_tokens=190)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     outputs = collect_outputs(slow, asked, lambda *_: None)
@@ -154,6 +155,14 @@ def test_leaving_a_stream_ends_its_request(is_async, engine):
     else:
         for _ in stream:
             break
+    assert slow.wait_until_idle() and slow.reasons == ["abort"]
+
+
+def test_a_stream_that_nobody_reads_ends_its_request(engine):
+    slow = engine(delay=0.01)
+    stream = RequestStream(slow, requests(1, new_tokens=199)[0])
+    del stream
+    gc.collect()
     assert slow.wait_until_idle() and slow.reasons == ["abort"]
 
 

@@ -13,6 +13,7 @@ from mtpjax import DecodeConfig
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import EngineClosed, Finish, Request
 from mtpjax.serving.sizes import EngineSettings
+from tests.helpers.small_models import constructed_drafter
 from tests.serving.test_engine import alone
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
@@ -131,6 +132,77 @@ def test_updates_without_requests_and_before_the_start(weights):
         assert tokens_of(engine, request) == alone(old, model, request)[0]
     with pytest.raises(EngineClosed):
         engine.update_params(new)
+
+
+def test_own_parameters_of_a_drafter_stay_or_change(weights):
+    model, old, new = weights
+    drafter, first = constructed_drafter("medusa", model, new)
+    second = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else 0.5 * leaf, first)
+    config = DecodeConfig(num_steps=2, prefill_chunk=8, drafter=drafter)
+    with Engine(old, model=model, config=config, settings=SETTINGS, draft_params=first) as engine:
+        engine.update_params(new, second)
+        engine.update_params(old)  # keeps the second drafter
+        held = engine._executor.session.draft_params
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), held, second))
+
+
+def test_weak_types_compile_nothing(weights, engine):
+    _, old, new = weights
+    weak = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1.0) if leaf.ndim == 1 else leaf, new)
+    assert any(leaf.weak_type for leaf in jax.tree.leaves(weak) if isinstance(leaf, jax.Array))
+    engine.update_params(weak)
+    tokens_of(engine, Request(prompt=PROMPT, max_new_tokens=8))
+    engine.update_params(old)
+    assert engine.status().num_compilations == 0
+
+
+def test_an_interrupted_update_changes_nothing(weights, engine, monkeypatch):
+    model, old, new = weights
+    engine.update_params(old)
+    monkeypatch.setattr(engine._inbox, "wait", lambda done: (_ for _ in ()).throw(KeyboardInterrupt))
+    events = queue.Queue()
+    engine.submit(Request(prompt=(1, 2), max_new_tokens=60), events.put)  # keeps the update waiting
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_params(new)
+    monkeypatch.undo()
+    collect(events)
+    request = Request(prompt=PROMPT, max_new_tokens=8)
+    assert tokens_of(engine, request) in (alone(old, model, request)[0], alone(new, model, request)[0])
+    assert not engine._scheduler.holds_new
+    engine.update_params(old)
+
+
+def test_an_engine_that_was_not_started_says_so(weights):
+    model, old, _ = weights
+    engine, request = Engine(old, model=model, config=CONFIG, settings=SETTINGS), Request(prompt=(1,), max_new_tokens=1)
+    for call in (lambda: engine.generate([request]), lambda: engine.stream(request), engine.flush_cache):
+        with pytest.raises(RuntimeError, match="has not been started"):
+            call()
+    events = queue.Queue()
+    engine.submit(request, events.put)
+    assert not engine.close(timeout=0.1) and events.get(timeout=1).reason == "error"
+
+
+def test_a_failing_call_while_the_engine_closes_ends_all_requests(weights, monkeypatch):
+    model, old, _ = weights
+    engine = Engine(old, model=model, config=CONFIG, settings=SETTINGS)
+    engine.start()
+
+    def fail(*_, **__):
+        engine._inbox.is_closing = True
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine._executor, "prefill", fail)
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    outputs = engine.generate([Request(prompt=(number, 1), max_new_tokens=4) for number in range(3)])
+    assert {output.finish.reason for output in outputs} == {"error"}
+    engine.close()
+
+
+def test_an_engine_that_exchanges_pages_keeps_its_parameters(weights, engine, monkeypatch):
+    monkeypatch.setattr(engine.pages, "is_in_use", True)
+    with pytest.raises(ValueError, match="exchanges pages"):
+        engine.update_params(weights[1])
 
 
 def test_other_shapes_names_and_dtypes_are_refused(weights, engine):
