@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.parallel import all_rows
-from mtpjax.models.view import Reach, Span, TreeSlots, View, Window
+from mtpjax.models.view import PackedMask, Reach, Span, TreeSlots, View, Window
 
+MAX_DENSE = 2048  # tokens of a row up to which a pass over whole rows stores masks and scores of all pairs
 SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer
 
 
@@ -23,16 +24,19 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
 
     `shift` is added to the rotary positions, for recycled MTP depths.
     """
-    index, positions = jnp.arange(segment_ids.shape[1])[None, :], segment_positions(segment_ids) + shift
-    # Causal, within the segment.
-    mask = (index[:, :, None] >= index[:, None, :]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    view = View(rotary_angles(config, positions), mask, segment_ids=segment_ids)
+    positions = segment_positions(segment_ids) + shift
+    # A sparse indexer selects from a dense mask.
+    is_dense = segment_ids.shape[1] <= MAX_DENSE or bool(config.index_topk)
+
+    def mask(window: int) -> jax.Array | PackedMask:
+        packed = PackedMask(segment_ids, window, shift)
+        return packed.dense() if is_dense else packed
+
+    view = View(rotary_angles(config, positions), mask(0), segment_ids=segment_ids)
     if not config.has_sliding_layers:
         return view
-    # Within a segment, index differences equal position differences.
-    is_near = index[:, :, None] + shift - index[:, None, :] < config.sliding_window
-    sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), mask & is_near, window=config.sliding_window)
-    return view.replace(sliding=sliding)
+    angles = rotary_angles(config.of_layer(SLIDING), positions)
+    return view.replace(sliding=Window(angles, mask(config.sliding_window), window=config.sliding_window))
 
 
 def cached_view(

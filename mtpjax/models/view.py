@@ -7,6 +7,8 @@ with a common prefix can share pages. Contiguous rows are the simple reference; 
 the two. In both forms, the slot axis is the second to last.
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ from pallas_kernels.fp8 import as_stored
 from pallas_kernels.paged import NO_PAGE
 
 Entries = dict[str, jax.Array]  # arrays that an attention layer stores per position; also one layer of a cache
-Masks = tuple[jax.Array, ...]  # bool `[B, T, S]` per source of keys; `[B, T, 1]`: token i attends only to entry i
+Masks = tuple[
+    Any, ...
+]  # per source of keys: bool `[B, T, S]`, `[B, T, 1]` (token i sees only entry i), or `PackedMask`
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
@@ -180,11 +184,36 @@ class Reach(flax.struct.PyTreeNode):
     is_chain: bool = flax.struct.field(pytree_node=False, default=False)
 
 
+class PackedMask(flax.struct.PyTreeNode):
+    """The mask of whole packed rows in compact form: causal within each document, and within a window if there is one.
+
+    `packed_attention` reads it where the mask `[B, T, T]` would be large.
+    """
+
+    segment_ids: jax.Array  # [B, T] document ids
+    window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token attends to; 0: all
+    shift: int = flax.struct.field(pytree_node=False, default=0)  # of the queries' positions, for recycled MTP depths
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the dense mask."""
+        B, T = self.segment_ids.shape
+        return B, T, T
+
+    def dense(self) -> jax.Array:
+        """Returns the mask `[B, T, T]` bool."""
+        ids, index = self.segment_ids, jnp.arange(self.segment_ids.shape[1])[None, :]
+        mask = (index[:, :, None] >= index[:, None, :]) & (ids[:, :, None] == ids[:, None, :])
+        # Within a document, index differences equal position differences.
+        is_near = index[:, :, None] + self.shift - index[:, None, :] < self.window
+        return mask & is_near if self.window else mask
+
+
 class Window(flax.struct.PyTreeNode):
     """The fields of `View` that differ in layers with a sliding window."""
 
     angles: tuple[jax.Array, jax.Array]
-    mask: jax.Array
+    mask: jax.Array | PackedMask
     span: Span | None = None
     reach: Reach | None = None
     window: int = flax.struct.field(pytree_node=False, default=0)
@@ -194,7 +223,8 @@ class View(flax.struct.PyTreeNode):
     """Positions and masks for the T tokens of a pass, shared by all layers of one kind."""
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
-    mask: jax.Array  # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size]
+    # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size].
+    mask: jax.Array | PackedMask
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
     segment_ids: jax.Array | None = None  # [B, T] document ids in packed rows
     num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.messages import require
-from mtpjax.models.view import Masks, View
+from mtpjax.models.layers.packed_attention import packed_attention
+from mtpjax.models.view import Masks, PackedMask, View
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
 from pallas_kernels.prefill_attention import prefill_attention
@@ -29,7 +30,8 @@ def attend(
     Args:
         q: `[B, K, T, G, H]` queries, G per key/value head.
         sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source, converted to q's dtype.
-        masks: `[B, T, S]` bool for each source. With a mask `[B, T, 1]`, token i attends only to entry i.
+        masks: `[B, T, S]` bool for each source. With a mask `[B, T, 1]`, token i attends only to entry i. The first
+            mask may be a `PackedMask`; then the scores are never stored (`packed_attention`).
         scale: factor that multiplies the scores.
         sinks: `[K, G]` learned logit per head, which enters the softmax but adds no value (StreamingLLM, 2309.17453,
             section 3.3, in gpt-oss's form). None: no sinks.
@@ -44,6 +46,8 @@ def attend(
         not is_batch_invariant(), "deterministic decoding needs an attention kernel, but this attention runs in XLA"
     )
     sources = [(key.astype(q.dtype), value.astype(q.dtype)) for key, value in sources]
+    if isinstance(masks[0], PackedMask):
+        return packed_attention(q, sources, masks, scale=scale, sinks=sinks)
     # Score every source, then normalise over all of them together.
     scores = []
     for (key, _), mask in zip(sources, masks, strict=True):
