@@ -1,10 +1,13 @@
 """Lists what an update needs on meshes of H100s: memory per device (compiled, not run).
 
-    PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.training.train_table
+    PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
+        python -m experiments.training.train_table [--long]
 
 A 16B-A2.4B model is trained as a whole, in float32 with AdamW. For DeepSeek-V3, only the MTP module is trained, on its
 frozen fp8 trunk. Layers compute in bfloat16 and are recomputed for the backward pass. Each device has one row, and the
 losses are computed over 8192 columns of the vocabulary at a time. All kernels are XLA's.
+
+`--long` compiles updates of a dense 1B with one module on one H100 instead, for rows of up to 131,072 tokens.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from rich.console import Console
 
 from experiments.common import RESULTS
 from experiments.common.results import about, write
+from experiments.gpu.bench_gpu import MODELS
 from experiments.kernels.bytes_moved import LITE
 from mtpjax import ModelConfig, MTPModel, TrainConfig, presets
 from mtpjax.console import narrow_table
@@ -47,6 +51,13 @@ CELLS: tuple[tuple[str, ModelConfig, Trained, dict[str, int]], ...] = (
     ("16B-A2.4B", LITE, "all", {"fsdp": 64}),
     ("16B-A2.4B", LITE, "all", {"fsdp": 8, "expert": 8}),
     ("DeepSeek-V3, MTP module", presets["deepseek-v3"], "modules", {"fsdp": 8, "expert": 8}),
+)
+
+
+LONG_RESULT = RESULTS / "train_long.json"
+LONG: tuple[tuple[Trained, int], ...] = (
+    *(("modules", tokens) for tokens in (4096, 16384, 32768, 131072)),
+    *(("all", tokens) for tokens in (4096, 16384, 32768)),
 )
 
 
@@ -119,23 +130,29 @@ def compile_update(config: ModelConfig, trains: Trained, mesh: Mesh, *, num_toke
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the cells and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=pathlib.Path, default=RESULT)
+    parser.add_argument("--long", action="store_true", help="the dense 1B with rows of different lengths")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file to write (default: in experiments/results)")
     options = parser.parse_args(argv)
-    description = about(tokens_per_device=TOKENS)
+    output = options.output or (LONG_RESULT if options.long else RESULT)
+    cells = [(*cell, TOKENS) for cell in CELLS]
+    if options.long:
+        config = dataclasses.replace(MODELS["1B"], max_position_embeddings=131072)
+        cells = [("1B", config, trains, {"fsdp": 1}, tokens) for trains, tokens in LONG]
+    description = about(argv)
     rows: list[dict[str, Any]] = []
     table = narrow_table("an update on H100s: compiled, not run; GB per device")
-    for heading in ("model", "mesh", "arguments", "planned", "temp", "CPU s"):
+    for heading in ("model", "trains", "mesh", "tokens", "arguments", "planned", "temp", "CPU s"):
         table.add_column(heading, justify="right")
-    for number, (name, config, trains, sizes) in enumerate(CELLS, start=1):
-        print(f"{number}/{len(CELLS)} {name}, {sizes}", file=sys.stderr, flush=True)
-        arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes))
+    for number, (name, config, trains, sizes, tokens) in enumerate(cells, start=1):
+        print(f"{number}/{len(cells)} {name}, {sizes}, {tokens} tokens", file=sys.stderr, flush=True)
+        arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes), num_tokens=tokens)
         planned = plan.train_bytes(stored_shapes(config, has_fp8=trains == "modules"), sizes, trains=trains)
-        row = {"model": name, "trains": trains, "mesh": sizes, "arguments": arguments, "planned": planned}
-        rows.append({**row, "temp": temp, "cpu_seconds": round(seconds)})
+        row = {"model": name, "trains": trains, "mesh": sizes, "tokens_per_device": tokens, "arguments": arguments}
+        rows.append({**row, "planned": planned, "temp": temp, "cpu_seconds": round(seconds)})
         # Write each cell before the next one begins.
-        write(options.output, {**description, "rows": rows})
+        write(output, {**description, "rows": rows})
         sizes_in_gb = (f"{nbytes / 1e9:.2f}" for nbytes in (arguments, planned, temp))
-        table.add_row(name, mesh_text(sizes), *sizes_in_gb, str(round(seconds)))
+        table.add_row(name, trains, mesh_text(sizes), str(tokens), *sizes_in_gb, str(round(seconds)))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     return 0
 

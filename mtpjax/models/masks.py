@@ -8,7 +8,7 @@ from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.parallel import all_rows
 from mtpjax.models.view import PackedMask, Reach, Span, TreeSlots, View, Window
 
-MAX_DENSE = 2048  # tokens of a row up to which a pass over whole rows stores masks and scores of all pairs
+MAX_DENSE = 1024  # tokens of a row up to which a pass over whole rows stores masks and scores of all pairs
 SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer
 
 

@@ -43,6 +43,12 @@ def operands(case, seed=0, dtype=jnp.float32):
     return normal(B, K, T, G, H), sources, (mask, *own), sinks
 
 
+def set_limit(monkeypatch, tokens):
+    """Sets the length of rows above which attention is computed by blocks. `forward` is jitted."""
+    jax.clear_caches()
+    monkeypatch.setattr(masks, "MAX_DENSE", tokens)
+
+
 def by_blocks(q, sources, masks, sinks):
     return packed_attention(q, sources, masks, scale=0.3, sinks=sinks, block=8)
 
@@ -113,7 +119,7 @@ def test_models_give_the_same_logits_and_gradients(attention, small, monkeypatch
 
     found = []
     for limit in (2048, 8):
-        monkeypatch.setattr(masks, "MAX_DENSE", limit)
+        set_limit(monkeypatch, limit)
         found.append(jax.value_and_grad(run, has_aux=True)(params))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-5, rtol=2e-4), *found)
 
@@ -127,7 +133,7 @@ def test_no_array_of_all_pairs_is_compiled(small, monkeypatch):
         return forward(params, tokens, model=model, num_depths=2).mtp_logits[-1].sum()
 
     def has_pairs(limit):
-        monkeypatch.setattr(masks, "MAX_DENSE", limit)
+        set_limit(monkeypatch, limit)
         text = jax.jit(jax.grad(lambda *call: loss(*call))).lower(params, jnp.zeros((1, T), jnp.int32)).compile()
         return re.search(rf"\b{T},(1,|2,|4,)*{T}\b", text.as_text()) is not None
 
