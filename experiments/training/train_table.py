@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write (default: in experiments/results)")
     options = parser.parse_args(argv)
     output = options.output or (LONG_RESULT if options.long else RESULT)
-    cells = [(*cell, TOKENS) for cell in CELLS]
+    cells: list[tuple[str, ModelConfig, Trained, dict[str, int], int]] = [(*cell, TOKENS) for cell in CELLS]
     if options.long:
         config = dataclasses.replace(MODELS["1B"], max_position_embeddings=131072)
         cells = [("1B", config, trains, {"fsdp": 1}, tokens) for trains, tokens in LONG]

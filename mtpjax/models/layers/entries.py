@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.view import Entries, Masks, Recycled, View
+from mtpjax.models.view import Entries, Masks, PackedMask, Recycled, View
 
 
 def append(entries: Entries, new: Entries, view: View) -> Entries:
@@ -47,6 +47,7 @@ def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
     storage, span = view.storage, view.span
     if span is None:
         return (jax.tree.map(lambda kept: storage.first(kept, view.mask.shape[2]), entries),), (view.mask,)
+    assert not isinstance(view.mask, PackedMask), "a pass with a cache has a dense mask"
     # A window reads two ranges of slots, which are the sinks at the start and the newest slots.
     oldest = jax.tree.map(lambda kept: storage.first(kept, span.sinks), entries)
     newest = jax.tree.map(lambda kept: storage.read(kept, span.begin, span.size), entries)

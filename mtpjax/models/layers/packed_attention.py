@@ -81,8 +81,8 @@ def packed_attention(
     own_mask = jnp.concatenate([jnp.zeros((B, T, 0), bool), *masks[1:]], axis=-1)
     ids = jnp.pad(mask.segment_ids, ((0, 0), (0, padding)), constant_values=-1) if padding else mask.segment_ids
     layout = Layout(ids, _first_blocks(mask, block), pad(own_mask, 1))
-    output = _attend(operands, layout, scale, mask.window, mask.shift, block)
-    return output[:, :, :T]
+    output: jax.Array = _attend(operands, layout, scale, mask.window, mask.shift, block)
+    return jax.lax.slice_in_dim(output, 0, T, axis=2)
 
 
 def _first_blocks(mask: PackedMask, block: int) -> jax.Array:
@@ -146,7 +146,7 @@ def _backward(scale: float, window: int, shift: int, block: int, saved: Any, gra
     gradient = gradient.astype(q.dtype)
     delta = jnp.einsum("BKTGV,BKTGV->BKTG", gradient, output, preferred_element_type=jnp.float32)
 
-    def query_block(state: tuple[jax.Array, jax.Array], i: jax.Array):
+    def query_block(state: tuple[jax.Array, ...], i: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         rows = lambda array, axis=2: _slice(array, i, block, axis)
         queries, outer, sums, deltas = rows(q), rows(gradient), rows(log_sum), rows(delta)
 
@@ -167,7 +167,7 @@ def _backward(scale: float, window: int, shift: int, block: int, saved: Any, gra
             return query_gradient, key_gradient, value_gradient
 
         zeros = jnp.zeros(queries.shape, jnp.float32)
-        query_gradient, *state = jax.lax.fori_loop(layout.first_block[i], i + 1, add_block, (zeros, *state))
+        query_gradient, *gradients = jax.lax.fori_loop(layout.first_block[i], i + 1, add_block, (zeros, *state))
         # 2. The tokens' own keys.
         own = rows(own_key), rows(own_value)
         scores, seen = _own_scores(queries, own[0], rows(layout.own_mask, 1), scale)
@@ -178,7 +178,7 @@ def _backward(scale: float, window: int, shift: int, block: int, saved: Any, gra
             jnp.einsum("BKTGL,BKTGH->BKTLH", slopes, queries.astype(jnp.float32)).astype(q.dtype),
             jnp.einsum("BKTGL,BKTGV->BKTLV", weights, outer.astype(jnp.float32)).astype(q.dtype),
         )
-        return tuple(state), (query_gradient.astype(q.dtype), *own_gradients)
+        return tuple(gradients), (query_gradient.astype(q.dtype), *own_gradients)
 
     empty = tuple(jnp.zeros(each.shape, jnp.float32) for each in (key, value))
     indices = jnp.arange(T // block, dtype=jnp.int32)
