@@ -82,7 +82,7 @@ class LLM:
         >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])  # a model of bytes, not trained
         >>> folder = tempfile.mkdtemp() + "/checkpoint"
         >>> mtpjax.save(folder, model, mtpjax.init_params(model, jax.random.key(0)))
-        >>> with mtpjax.LLM(folder, max_length=64, num_slots=2) as llm:
+        >>> with mtpjax.LLM(folder, max_length=64, num_slots=1) as llm:
         ...     completions = llm.generate(["def ", "import "], max_new_tokens=4, progress=False)
         >>> [len(each.tokens) for each in completions]
         [4, 4]

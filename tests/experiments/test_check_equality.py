@@ -38,7 +38,7 @@ QUALITIES = [pytest.param(name, marks=[pytest.mark.slow] * (name in ("random", "
 @pytest.mark.parametrize(
     "attention",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("grouped", "latent", "hybrid")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("grouped", "latent")))
         for name in MIXED_BLOCK_SCALE
     ],
 )

@@ -106,7 +106,10 @@ def test_bfloat16_is_as_close_as_the_dense_version():
     assert errors[0] < 1.5 * errors[1] + 1e-3
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent", "hybrid", "sliding", "clamped"])
+@pytest.mark.parametrize(
+    "attention",
+    ["latent", "sliding", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grouped", "hybrid", "clamped"))],
+)
 def test_models_give_the_same_logits_and_gradients(attention, small, monkeypatch):
     model, params = small(attention)
     rng = np.random.default_rng(0)

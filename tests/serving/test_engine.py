@@ -112,7 +112,7 @@ def engines(small):
 
 def test_each_request_gets_the_text_that_it_gets_alone(engines):
     engine, model, params = engines()
-    check_all(engine, model, params, list(random_requests(0, 24)))
+    check_all(engine, model, params, list(random_requests(0, 16)))
     assert engine.status().accept_length > 1
 
 
