@@ -3,9 +3,8 @@
     python tests/docs/run_pages.py                                  # all pages
     python tests/docs/run_pages.py docs/tutorials/quickstart.md     # some pages, and the pages that they build on
 
-All pages of a call share one new folder, which holds copies of `tests/golden` and `experiments` and is removed at the
-end. A bash fence
-runs under `bash -euo pipefail`. The Python fences of a page share one process and its names. A fence below the comment
+All pages of a call share one new folder, which holds copies of `tests/golden`, `tests/helpers` and `experiments` and is
+removed at the end. A bash fence runs under `bash -euo pipefail`. The Python fences of a page share one process and its names. A fence below the comment
 `<!-- not executed: REASON -->` is skipped. A page with the comment `<!-- after: PAGE -->` needs the files that another
 page makes, so that page runs first. Fences of other languages are text.
 
@@ -245,7 +244,7 @@ def main() -> int:
     begin, cpu = time.perf_counter(), cpu_seconds()
     with tempfile.TemporaryDirectory(prefix="mtpjax-pages-") as temporary:
         folder = pathlib.Path(temporary) / "run"
-        for name in ("tests/golden", "experiments"):  # what a page takes from a clone
+        for name in ("tests/golden", "tests/helpers", "experiments"):  # what a page takes from a clone
             shutil.copytree(ROOT / name, folder / name)
         environment = {
             **os.environ,
