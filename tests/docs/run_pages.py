@@ -4,9 +4,9 @@
     python tests/docs/run_pages.py docs/tutorials/quickstart.md     # some pages, and the pages that they build on
 
 All pages of a call share one new folder, which holds copies of `tests/golden`, `tests/helpers` and `experiments` and is
-removed at the end. A bash fence runs under `bash -euo pipefail`. The Python fences of a page share one process and its names. A fence below the comment
-`<!-- not executed: REASON -->` is skipped. A page with the comment `<!-- after: PAGE -->` needs the files that another
-page makes, so that page runs first. Fences of other languages are text.
+removed at the end. A bash fence runs under `bash -euo pipefail`. The Python fences of a page share one process and its
+names. A fence below the comment `<!-- not executed: REASON -->` is skipped. A page with the comment `<!-- after: PAGE
+-->` needs the files that another page makes, so that page runs first. Fences of other languages are text.
 
 Exit code 1 means that a fence failed; its page, line and output are printed.
 """
