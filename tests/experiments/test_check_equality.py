@@ -37,10 +37,7 @@ QUALITIES = [pytest.param(name, marks=[pytest.mark.slow] * (name in ("random", "
 @pytest.mark.parametrize("draft_quality", QUALITIES)
 @pytest.mark.parametrize(
     "attention",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("grouped", "latent")))
-        for name in MIXED_BLOCK_SCALE
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("grouped", "latent"))) for name in MIXED_BLOCK_SCALE],
 )
 def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, draft_quality, reference):
     rows = reference(attention, draft_quality).rows
