@@ -96,9 +96,8 @@ class _Dialogue:
 
     def run(self) -> int:
         # Find out now whether the model can chat, not after the first message.
-        self._llm.tokenizer.apply_chat_template(
-            [*self._start, {"role": "user", "content": "Hello"}], **self._arguments["chat_template_kwargs"]
-        )
+        probe = [*self._start, {"role": "user", "content": "Hello"}]
+        self._llm.encode_chat(probe, (), self._arguments["chat_template_kwargs"])
         if self._is_interactive:
             print(f"mtpjax chat: {COMMANDS_HELP}", file=sys.stderr)
         messages = list(self._start)

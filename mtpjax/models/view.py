@@ -187,7 +187,7 @@ class Reach(flax.struct.PyTreeNode):
 class PackedMask(flax.struct.PyTreeNode):
     """The mask of whole packed rows in compact form: causal within each document, and within a window if there is one.
 
-    `packed_attention` reads it where the mask `[B, T, T]` would be large.
+    `packed_attention` reads it where the mask `[B, T, T]` would be large. The tokens of a document are contiguous.
     """
 
     segment_ids: jax.Array  # [B, T] document ids

@@ -253,7 +253,7 @@ class LLM:
         """
         is_one = not isinstance(messages, Sequence) or (bool(messages) and isinstance(messages[0], Mapping | str))
         conversations: Any = [messages] if is_one else messages
-        tokens = [self._encode_chat(each, tools, chat_template_kwargs) for each in conversations]
+        tokens = [self.encode_chat(each, tools, chat_template_kwargs) for each in conversations]
         completions = self._run(self._jobs(tokens, sampling, options), progress)
         return completions[0] if is_one else completions
 
@@ -284,7 +284,7 @@ class LLM:
             QueueFull: too many requests wait.
         """
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            tokens = self._encode_chat(prompt, tools, chat_template_kwargs)
+            tokens = self.encode_chat(prompt, tools, chat_template_kwargs)
         else:
             tokens, options = self._encode(prompt), {"max_new_tokens": 128} | options
         [job] = self._jobs([tokens], sampling, options)
@@ -317,8 +317,17 @@ class LLM:
             raise UsageError(f"a prompt must be a string or a list of token ids, got {printable(repr(prompt), 100)}")
         return list(prompt)
 
-    def _encode_chat(self, messages: Any, tools: Any, variables: Mapping[str, Any] | None) -> list[int]:
-        """Encodes a conversation as the server does."""
+    def encode_chat(self, messages: Any, tools: Any, variables: Mapping[str, Any] | None) -> list[int]:
+        """Encodes a conversation as the server does, up to the start of the answer.
+
+        Args:
+            messages: as in `chat`, one conversation.
+            tools: as in `chat`.
+            variables: variables of the template.
+
+        Raises:
+            UsageError: the conversation is invalid, or the chat template rejects it.
+        """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise UsageError(
                 "a conversation must be a list of messages, such as [{'role': 'user', 'content': 'Hello'}], got "
@@ -327,7 +336,8 @@ class LLM:
         variables = dict(variables or {})
         if reserved := sorted(variables.keys() & {"messages", "tools", "add_generation_prompt"}):
             raise UsageError(f"chat_template_kwargs must not set {reserved[0]}")
-        body = {"messages": list(map(_to_dict, messages)), "tools": list(tools), "chat_template_kwargs": variables}
+        plain = [dict(each) if isinstance(each, Mapping) else each for each in messages]
+        body = {"messages": plain, "tools": list(tools), "chat_template_kwargs": variables}
         limits = Limits(
             max_length=self.engine.max_length,
             vocab_size=self.engine.vocab_size,
@@ -386,7 +396,3 @@ class LLM:
                 problem = f"{reasons[reason]} of {count_of(len(completions), 'text')} ended early ({reason})"
                 _log.warning("%s", ": ".join(filter(None, [problem, message])))
         return completions
-
-
-def _to_dict(message: Any) -> Any:
-    return dict(message) if isinstance(message, Mapping) else message

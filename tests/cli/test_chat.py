@@ -114,6 +114,7 @@ def test_an_interrupt_stops_an_answer_and_ends_the_command_at_the_prompt(checkpo
     [
         (["--chat-template-kwargs", "{"], "--chat-template-kwargs is not JSON"),
         (["--chat-template-kwargs", "[1]"], "must be a JSON object"),
+        (["--chat-template-kwargs", '{"messages": 1}'], "chat_template_kwargs must not set messages"),
         (["--mesh", "rows=2"], "--mesh 'rows=2' must be an axis"),
     ],
 )

@@ -37,6 +37,15 @@ class Layout(NamedTuple):
     own_mask: jax.Array  # [B, T, L] bool
 
 
+class Settings(NamedTuple):
+    """The static numbers of a call."""
+
+    scale: float
+    window: int
+    shift: int
+    block: int
+
+
 def packed_attention(
     q: jax.Array,
     sources: list[tuple[jax.Array, jax.Array]],
@@ -81,7 +90,7 @@ def packed_attention(
     own_mask = jnp.concatenate([jnp.zeros((B, T, 0), bool), *masks[1:]], axis=-1)
     ids = jnp.pad(mask.segment_ids, ((0, 0), (0, padding)), constant_values=-1) if padding else mask.segment_ids
     layout = Layout(ids, _first_blocks(mask, block), pad(own_mask, 1))
-    output: jax.Array = _attend(operands, layout, scale, mask.window, mask.shift, block)
+    output: jax.Array = _attend(operands, layout, Settings(scale, mask.window, mask.shift, block))
     return jax.lax.slice_in_dim(output, 0, T, axis=2)
 
 
@@ -96,13 +105,14 @@ def _first_blocks(mask: PackedMask, block: int) -> jax.Array:
     return document // block
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _attend(operands: Operands, layout: Layout, scale: float, window: int, shift: int, block: int) -> jax.Array:
-    return _forward(operands, layout, scale, window, shift, block)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attend(operands: Operands, layout: Layout, settings: Settings) -> jax.Array:
+    return _forward(operands, layout, settings)[0]
 
 
-def _forward(operands: Operands, layout: Layout, scale: float, window: int, shift: int, block: int):
+def _forward(operands: Operands, layout: Layout, settings: Settings):
     """Returns the output, and what the backward pass needs."""
+    block = settings.block
     q, key, value, own_key, own_value, sinks = operands
     B, K, T, G, _ = q.shape
 
@@ -117,13 +127,13 @@ def _forward(operands: Operands, layout: Layout, scale: float, window: int, shif
             total = jnp.ones_like(best)
         output = jnp.zeros((B, K, block, G, value.shape[-1]))
         if own_key.shape[3]:
-            scores, seen = _own_scores(queries, rows(own_key), rows(layout.own_mask, 1), scale)
+            scores, seen = _own_scores(queries, rows(own_key), rows(layout.own_mask, 1), settings.scale)
             best, total, output, weights = _add(scores, seen, best, total, output)
             output = output + jnp.einsum("BKTGL,BKTLV->BKTGV", weights, rows(own_value).astype(jnp.float32))
 
         # 2. Add the key blocks up to the queries' own.
         def add_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            scores, seen = _scores(queries, key, layout, i, j, scale, window, shift, block)
+            scores, seen = _scores(queries, key, layout, settings, i, j)
             best, total, output, weights = _add(scores, seen, *state)
             values = _slice(value, j, block, 2)
             return best, total, output + _product("BKTGS,BKSV->BKTGV", weights.astype(q.dtype), values)
@@ -138,9 +148,9 @@ def _forward(operands: Operands, layout: Layout, scale: float, window: int, shif
     return output, (operands, layout, output, log_sum)
 
 
-def _backward(scale: float, window: int, shift: int, block: int, saved: Any, gradient: jax.Array):
+def _backward(settings: Settings, saved: Any, gradient: jax.Array):
     """Returns the gradients of the operands, and none for the layout."""
-    operands, layout, output, log_sum = saved
+    (operands, layout, output, log_sum), block = saved, settings.block
     q, key, value, own_key, own_value, sinks = operands
     T, G = q.shape[2:4]
     gradient = gradient.astype(q.dtype)
@@ -153,12 +163,12 @@ def _backward(scale: float, window: int, shift: int, block: int, saved: Any, gra
         def of_scores(scores: jax.Array, seen: jax.Array, products: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Returns the weights, and the gradient of the unscaled scores, given that of the weights."""
             weights = jnp.where(seen, jnp.exp(scores - sums[..., None]), 0)
-            return weights, weights * (products - deltas[..., None]) * scale
+            return weights, weights * (products - deltas[..., None]) * settings.scale
 
         # 1. The key blocks.
         def add_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             query_gradient, key_gradient, value_gradient = state
-            scores, seen = _scores(queries, key, layout, i, j, scale, window, shift, block)
+            scores, seen = _scores(queries, key, layout, settings, i, j)
             products = _product("BKTGV,BKSV->BKTGS", outer, _slice(value, j, block, 2))
             weights, slopes = (each.astype(q.dtype) for each in of_scores(scores, seen, products))
             query_gradient = query_gradient + _product("BKTGS,BKSH->BKTGH", slopes, _slice(key, j, block, 2))
@@ -170,7 +180,7 @@ def _backward(scale: float, window: int, shift: int, block: int, saved: Any, gra
         query_gradient, *gradients = jax.lax.fori_loop(layout.first_block[i], i + 1, add_block, (zeros, *state))
         # 2. The tokens' own keys.
         own = rows(own_key), rows(own_value)
-        scores, seen = _own_scores(queries, own[0], rows(layout.own_mask, 1), scale)
+        scores, seen = _own_scores(queries, own[0], rows(layout.own_mask, 1), settings.scale)
         products = jnp.einsum("BKTGV,BKTLV->BKTGL", outer, own[1], preferred_element_type=jnp.float32)
         weights, slopes = of_scores(scores, seen, products)
         query_gradient = query_gradient + jnp.einsum("BKTGL,BKTLH->BKTGH", slopes, own[0].astype(jnp.float32))
@@ -204,21 +214,19 @@ def _scores(
     queries: jax.Array,
     key: jax.Array,
     layout: Layout,
+    settings: Settings,
     i: jax.Array,
     j: jax.Array,
-    scale: float,
-    window: int,
-    shift: int,
-    block: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the scores of query block i and key block j, `[B, K, t, G, s]`, and which pairs attend."""
-    scores = _product("BKTGH,BKSH->BKTGS", queries, _slice(key, j, block, 2)) * scale
+    block = settings.block
+    scores = _product("BKTGH,BKSH->BKTGS", queries, _slice(key, j, block, 2)) * settings.scale
     t = i * block + jnp.arange(block)[None, :, None]
     s = j * block + jnp.arange(block)[None, None, :]
     ids = [_slice(layout.segment_ids, each, block, 1) for each in (i, j)]
     seen = (t >= s) & (ids[0][:, :, None] == ids[1][:, None, :])
-    if window:
-        seen &= t + shift - s < window
+    if settings.window:
+        seen &= t + settings.shift - s < settings.window
     seen = seen[:, None, :, None]
     return jnp.where(seen, scores, NO_SCORE), seen
 
