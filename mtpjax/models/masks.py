@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.parallel import all_rows
-from mtpjax.models.view import PackedMask, Reach, Span, TreeSlots, View, Window
+from mtpjax.models.view import Reach, Span, TreeSlots, View, Window
+from pallas_kernels.range_attention import KeyRanges
 
 MAX_DENSE = 1024  # tokens of a row up to which a pass over whole rows stores masks and scores of all pairs
 SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer
@@ -24,18 +25,23 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
 
     `shift` is added to the rotary positions, for recycled MTP depths.
     """
-    positions = segment_positions(segment_ids) + shift
+    # 1. A token attends from the first token of its segment, or of its window, to itself.
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+    positions = segment_positions(segment_ids)
     # A sparse indexer selects from a dense mask.
     is_dense = segment_ids.shape[1] <= MAX_DENSE or bool(config.index_topk)
 
-    def mask(window: int) -> jax.Array | PackedMask:
-        packed = PackedMask(segment_ids, window, shift)
-        return packed.dense() if is_dense else packed
+    def mask(window: int) -> jax.Array | KeyRanges:
+        first = index - positions
+        first = jnp.maximum(first, index + shift - window + 1) if window else first
+        ranges = KeyRanges(first[..., None], index[..., None])
+        return ranges.dense(segment_ids.shape[1]) if is_dense else ranges
 
-    view = View(rotary_angles(config, positions), mask(0), segment_ids=segment_ids)
+    # 2. Layers with a sliding window have their own angles.
+    view = View(rotary_angles(config, positions + shift), mask(0), segment_ids=segment_ids)
     if not config.has_sliding_layers:
         return view
-    angles = rotary_angles(config.of_layer(SLIDING), positions)
+    angles = rotary_angles(config.of_layer(SLIDING), positions + shift)
     return view.replace(sliding=Window(angles, mask(config.sliding_window), window=config.sliding_window))
 
 

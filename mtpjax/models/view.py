@@ -17,11 +17,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from pallas_kernels import paged
 from pallas_kernels.fp8 import as_stored
 from pallas_kernels.paged import NO_PAGE
+from pallas_kernels.range_attention import KeyRanges
 
 Entries = dict[str, jax.Array]  # arrays that an attention layer stores per position; also one layer of a cache
-Masks = tuple[
-    Any, ...
-]  # per source of keys: bool `[B, T, S]`, `[B, T, 1]` (token i sees only entry i), or `PackedMask`
+Masks = tuple[Any, ...]  # per source of keys: bool `[B, T, S]`, `[B, T, 1]` (token i sees only entry i), or `KeyRanges`
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
@@ -184,36 +183,11 @@ class Reach(flax.struct.PyTreeNode):
     is_chain: bool = flax.struct.field(pytree_node=False, default=False)
 
 
-class PackedMask(flax.struct.PyTreeNode):
-    """The mask of whole packed rows in compact form: causal within each document, and within a window if there is one.
-
-    `packed_attention` reads it where the mask `[B, T, T]` would be large. The tokens of a document are contiguous.
-    """
-
-    segment_ids: jax.Array  # [B, T] document ids
-    window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token attends to; 0: all
-    shift: int = flax.struct.field(pytree_node=False, default=0)  # of the queries' positions, for recycled MTP depths
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape of the dense mask."""
-        B, T = self.segment_ids.shape
-        return B, T, T
-
-    def dense(self) -> jax.Array:
-        """Returns the mask `[B, T, T]` bool."""
-        ids, index = self.segment_ids, jnp.arange(self.segment_ids.shape[1])[None, :]
-        mask = (index[:, :, None] >= index[:, None, :]) & (ids[:, :, None] == ids[:, None, :])
-        # Within a document, index differences equal position differences.
-        is_near = index[:, :, None] + self.shift - index[:, None, :] < self.window
-        return mask & is_near if self.window else mask
-
-
 class Window(flax.struct.PyTreeNode):
     """The fields of `View` that differ in layers with a sliding window."""
 
     angles: tuple[jax.Array, jax.Array]
-    mask: jax.Array | PackedMask
+    mask: jax.Array | KeyRanges
     span: Span | None = None
     reach: Reach | None = None
     window: int = flax.struct.field(pytree_node=False, default=0)
@@ -224,7 +198,7 @@ class View(flax.struct.PyTreeNode):
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
     # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size].
-    mask: jax.Array | PackedMask
+    mask: jax.Array | KeyRanges
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
     segment_ids: jax.Array | None = None  # [B, T] document ids in packed rows
     num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
@@ -244,7 +218,7 @@ class View(flax.struct.PyTreeNode):
     def places(self) -> tuple[jax.Array, jax.Array] | None:
         """Page of each token's new entry and offset within the page, `[B, T]` int32; None for contiguous rows."""
         assert self.start is not None, "a pass with a cache needs a view from cached_view"
-        return self.storage.places(self.start, self.mask.shape[1])
+        return self.storage.places(self.start, self.angles[0].shape[1])
 
 
 class TreeSlots(flax.struct.PyTreeNode):

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.messages import require
-from mtpjax.models.layers.packed_attention import packed_attention
-from mtpjax.models.view import Masks, PackedMask, View
+from mtpjax.models.view import Masks, View
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
 from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.range_attention import KeyRanges, OwnKeys, range_attention
 from pallas_kernels.verify_attention import (
     MAX_QUERY_TOKENS,
     choose_implementation,
@@ -24,6 +24,7 @@ def attend(
     *,
     scale: float,
     sinks: jax.Array | None = None,
+    implementation: str = "xla",
 ) -> jax.Array:
     """Computes softmax attention jointly over several sources of keys, in plain XLA with float32 scores.
 
@@ -31,10 +32,11 @@ def attend(
         q: `[B, K, T, G, H]` queries, G per key/value head.
         sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source, converted to q's dtype.
         masks: `[B, T, S]` bool for each source. With a mask `[B, T, 1]`, token i attends only to entry i. The first
-            mask may be a `PackedMask`; then the scores are never stored (`packed_attention`).
+            mask may be `KeyRanges`, and all others `[B, T, 1]`; then the scores are never stored (`range_attention`).
         scale: factor that multiplies the scores.
         sinks: `[K, G]` learned logit per head, which enters the softmax but adds no value (StreamingLLM, 2309.17453,
             section 3.3, in gpt-oss's form). None: no sinks.
+        implementation: of `range_attention`.
 
     Returns:
         `[B, K, T, G, Hv]` in q's dtype.
@@ -46,8 +48,14 @@ def attend(
         not is_batch_invariant(), "deterministic decoding needs an attention kernel, but this attention runs in XLA"
     )
     sources = [(key.astype(q.dtype), value.astype(q.dtype)) for key, value in sources]
-    if isinstance(masks[0], PackedMask):
-        return packed_attention(q, sources, masks, scale=scale, sinks=sinks)
+    if isinstance(masks[0], KeyRanges):
+        (keys, values), *others = sources
+        own = None
+        if others:
+            own_keys, own_values = (jnp.stack(arrays, axis=3) for arrays in zip(*others, strict=True))
+            own = OwnKeys(own_keys, own_values, jnp.concatenate(masks[1:], axis=-1))
+        settings = {"scale": scale, "own": own, "sinks": sinks, "implementation": implementation}
+        return range_attention(q, keys, values, masks[0], **settings)
     # Score every source, then normalise over all of them together.
     scores = []
     for (key, _), mask in zip(sources, masks, strict=True):

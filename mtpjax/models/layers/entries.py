@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.view import Entries, Masks, PackedMask, Recycled, View
+from mtpjax.models.view import Entries, Masks, Recycled, View
+from pallas_kernels.range_attention import KeyRanges
 
 
 def append(entries: Entries, new: Entries, view: View) -> Entries:
@@ -21,13 +22,13 @@ def append_and_select(
     else None.
 
     Returns:
-        The entries that the layer keeps, the sources of keys, and a mask `[B, T, S]` for each source.
+        The entries that the layer keeps, the sources of keys, and the mask of each source.
     """
     # A recycled depth attends to the prefix's teacher-forced entries and, at each level, to the entry at its own index.
     if isinstance(layer_cache, Recycled):
         levels = (*layer_cache.levels, new)
         # The window may start within the levels, because each earlier level's entry is one position older.
-        shape, oldest = (*view.mask.shape[:2], 1), len(levels) - view.window if view.window else 0
+        shape, oldest = (*view.angles[0].shape[:2], 1), len(levels) - view.window if view.window else 0
         itself = (jnp.full(shape, level >= oldest) for level in range(len(levels)))
         return new, (layer_cache.base, *levels), (view.mask, *itself)
     if layer_cache is not None:
@@ -42,13 +43,14 @@ def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
         entries: one layer of a cache, with this pass's entries appended, or the entries of a pass over whole rows.
 
     Returns:
-        The sources of keys, and a mask `[B, T, S]` for each source.
+        The sources of keys, and the mask of each source.
     """
-    storage, span = view.storage, view.span
+    storage, span, mask = view.storage, view.span, view.mask
+    if isinstance(mask, KeyRanges):
+        return (entries,), (mask,)
     if span is None:
-        return (jax.tree.map(lambda kept: storage.first(kept, view.mask.shape[2]), entries),), (view.mask,)
-    assert not isinstance(view.mask, PackedMask), "a pass with a cache has a dense mask"
+        return (jax.tree.map(lambda kept: storage.first(kept, mask.shape[2]), entries),), (mask,)
     # A window reads two ranges of slots, which are the sinks at the start and the newest slots.
     oldest = jax.tree.map(lambda kept: storage.first(kept, span.sinks), entries)
     newest = jax.tree.map(lambda kept: storage.read(kept, span.begin, span.size), entries)
-    return (oldest, newest), (view.mask[:, :, : span.sinks], view.mask[:, :, span.sinks :])
+    return (oldest, newest), (mask[:, :, : span.sinks], mask[:, :, span.sinks :])

@@ -91,7 +91,9 @@ class GroupedAttention(nn.Module):
         else:
             output = None
         if output is None:
-            output = attend(q, [(kept["key"], kept["value"]) for kept in sources], masks, scale=scale, sinks=sinks)
+            pairs = [(kept["key"], kept["value"]) for kept in sources]
+            settings = {"scale": scale, "sinks": sinks, "implementation": self.implementation}
+            output = attend(q, pairs, masks, **settings)
 
         # Gate and project back to the model width.
         output = output.swapaxes(1, 2)

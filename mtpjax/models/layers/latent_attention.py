@@ -177,7 +177,7 @@ class LatentAttention(nn.Module):
             output = attend_cache(q, *whole, view.replace(storage=CONTIGUOUS), **settings)
             if output is None:
                 pairs = [whole if kept["latent"] is rows else keys_and_values(kept["latent"]) for kept in sources]
-                output = attend(q, pairs, masks, scale=scale)
+                output = attend(q, pairs, masks, scale=scale, implementation=self.implementation)
             output = output[:, :, :, 0].swapaxes(1, 2)
         else:
             output = self._attend_absorbed(absorbed, entries, sources, view, masks, selection, value_up)

@@ -1,0 +1,188 @@
+"""Softmax attention over ranges of keys, without an array of scores for all pairs, for training and long prompts.
+
+Bottleneck: multiplications. Two products of the forward pass and five of the backward pass, for the pairs that attend.
+Memory grows linearly with the tokens.
+
+A query attends to ranges of consecutive keys (`KeyRanges`), and optionally to keys that no other query attends to, such
+as the entries of recycled MTP depths at its own position. The forms compute the ranges. This module adds a query's own
+keys and sinks to their result through the log-sum-exp, and computes the gradients of both.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.range_attention import blocks
+from pallas_kernels.range_attention.blocks import NO_SCORE
+from pallas_kernels.range_attention.ranges import KeyRanges
+
+__all__ = ["KeyRanges", "OwnKeys", "range_attention", "range_attention_reference"]
+
+
+class OwnKeys(NamedTuple):
+    """Keys that only one query attends to, L per query."""
+
+    key: jax.Array  # [B, K, T, L, H]
+    value: jax.Array  # [B, K, T, L, V]
+    mask: jax.Array  # [B, T, L] bool
+
+
+def range_attention(
+    q: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    ranges: KeyRanges,
+    *,
+    scale: float,
+    own: OwnKeys | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Computes softmax attention of each query over its ranges of keys, its own keys and a sink.
+
+    Scores and sums are float32. Differentiable in reverse mode with respect to queries, keys, values and sinks. A query
+    that attends to nothing gets zeros.
+
+    Args:
+        q: `[B, K, T, G, H]` floating, with G query heads for each of K key heads.
+        key: `[B, K, S, H]` in q's dtype.
+        value: `[B, K, S, V]` in q's dtype.
+        ranges: the keys of each query.
+        scale: factor that multiplies the scores.
+        own: keys that only one query attends to, in q's dtype.
+        sinks: `[K, G]` learned logit per head, which takes a share of the softmax and has no value (gpt-oss).
+        implementation: as in `pallas_kernels`.
+
+    Returns:
+        `[B, K, T, G, V]` in q's dtype.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    (B, K, T, G, H), S = q.shape, key.shape[2]
+    is_right = key.shape == (B, K, S, H) and value.shape[:3] == (B, K, S)
+    if not is_right or ranges.first.shape[:2] != (B, T) or ranges.first.shape != ranges.last.shape:
+        found = f"key {key.shape}, value {value.shape} and ranges {ranges.first.shape}, {ranges.last.shape}"
+        raise ValueError(f"q {q.shape} does not fit {found}")
+    if own is None:
+        empty = (jnp.zeros((B, K, T, 0, each.shape[-1]), q.dtype) for each in (key, value))
+        own = OwnKeys(next(empty), next(empty), jnp.zeros((B, T, 0), bool))
+    shape = {"batch": B, "heads": K, "queries": T * G, "keys": S, "width": H, "values": value.shape[-1]}
+    chosen = choose("range_attention", implementation, ("xla",), shape | {"dtype": str(q.dtype)})
+    arrays = _Arrays(q, key, value, own.key, own.value, sinks)
+    output: jax.Array = _attend(arrays, (ranges, own.mask), scale, chosen)
+    return output
+
+
+def range_attention_reference(q, key, value, ranges, *, scale, own=None, sinks=None) -> jax.Array:
+    """Computes `range_attention` in plain JAX with all scores at once, which defines its meaning."""
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores, masks = [product("BKTGH,BKSH->BKTGS", q, key)], [ranges.dense(key.shape[2])[:, None, :, None]]
+    if own is not None:
+        scores.append(product("BKTGH,BKTLH->BKTGL", q, own.key))
+        masks.append(own.mask[:, None, :, None])
+    mask = jnp.concatenate(
+        [jnp.broadcast_to(each, one.shape) for each, one in zip(masks, scores, strict=True)], axis=-1
+    )
+    joined = jnp.where(mask, jnp.concatenate(scores, axis=-1) * scale, NO_SCORE)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, :, None], (*joined.shape[:-1], 1))
+        joined = jnp.concatenate([joined, sink], axis=-1)
+    # A second `where` after the softmax gives zeros to queries that attend to nothing.
+    weights = jnp.where(mask, jax.nn.softmax(joined, axis=-1)[..., : mask.shape[-1]], 0).astype(q.dtype)
+    S = key.shape[2]
+    output = product("BKTGS,BKSV->BKTGV", weights[..., :S], value)
+    if own is not None:
+        output += product("BKTGL,BKTLV->BKTGV", weights[..., S:], own.value)
+    return output.astype(q.dtype)
+
+
+class _Arrays(NamedTuple):
+    """The differentiated arrays of a call."""
+
+    q: jax.Array
+    key: jax.Array
+    value: jax.Array
+    own_key: jax.Array
+    own_value: jax.Array
+    sinks: jax.Array | None
+
+    @property
+    def has_more(self) -> bool:
+        """True if queries attend to something outside the ranges."""
+        return self.own_key.shape[3] > 0 or self.sinks is not None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _attend(arrays: _Arrays, masks: tuple[KeyRanges, jax.Array], scale: float, implementation: str) -> jax.Array:
+    return _forward(arrays, masks, scale, implementation)[0]
+
+
+def _forward(arrays: _Arrays, masks: tuple[KeyRanges, jax.Array], scale: float, implementation: str):
+    """Returns the output, and what the backward pass needs."""
+    (q, key, value, own_key, own_value, sinks), (ranges, own_mask) = arrays, masks
+    # 1. The ranges.
+    dtype = jnp.float32 if arrays.has_more else q.dtype
+    output, log_sum = _forms(implementation).forward(q, key, value, ranges, scale=scale, dtype=dtype)
+    if not arrays.has_more:
+        return output, (arrays, masks, output, log_sum)
+    # 2. The total log-sum-exp, with the queries' own keys and the sinks.
+    terms = [log_sum[..., None], _own_scores(q, own_key, own_mask, scale)]
+    if sinks is not None:
+        terms.append(jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, :, None], terms[0].shape))
+    total = jax.nn.logsumexp(jnp.concatenate(terms, axis=-1), axis=-1)
+    # 3. Scale the ranges' output down and add the own values.
+    weights = _own_weights(terms[1], own_mask, total)
+    own = jnp.einsum("BKTGL,BKTLV->BKTGV", weights, own_value.astype(jnp.float32))
+    output = (output * jnp.exp(log_sum - total)[..., None] + own).astype(q.dtype)
+    return output, (arrays, masks, output, total)
+
+
+def _backward(scale: float, implementation: str, saved: Any, gradient: jax.Array):
+    """Returns the gradients of the arrays, and none for the masks."""
+    arrays, (ranges, own_mask), output, log_sum = saved
+    q, key, value, own_key, own_value, sinks = arrays
+    gradient = gradient.astype(q.dtype)
+    delta = jnp.einsum("BKTGV,BKTGV->BKTG", gradient, output, preferred_element_type=jnp.float32)
+    # 1. The ranges. Their weights follow from the total log-sum-exp.
+    dtype = jnp.float32 if arrays.has_more else q.dtype
+    query_gradient, key_gradient, value_gradient = _forms(implementation).backward(
+        q, key, value, ranges, gradient, log_sum, delta, scale=scale, dtype=dtype
+    )
+    # 2. The queries' own keys.
+    weights = _own_weights(_own_scores(q, own_key, own_mask, scale), own_mask, log_sum)
+    products = jnp.einsum("BKTGV,BKTLV->BKTGL", gradient, own_value, preferred_element_type=jnp.float32)
+    slopes = weights * (products - delta[..., None]) * scale
+    if arrays.has_more:
+        query_gradient += jnp.einsum("BKTGL,BKTLH->BKTGH", slopes, own_key.astype(jnp.float32))
+    own_key_gradient = jnp.einsum("BKTGL,BKTGH->BKTLH", slopes, q.astype(jnp.float32))
+    own_value_gradient = jnp.einsum("BKTGL,BKTGV->BKTLV", weights, gradient.astype(jnp.float32))
+    # 3. The sinks, which have no value.
+    sink_gradient = None
+    if sinks is not None:
+        weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
+        sink_gradient = -(weights * delta).sum((0, 2)).astype(sinks.dtype)
+    gradients = query_gradient, key_gradient, value_gradient, own_key_gradient, own_value_gradient
+    return _Arrays(*[each.astype(q.dtype) for each in gradients], sinks=sink_gradient), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _forms(implementation: str):
+    """Returns the module that computes the ranges."""
+    assert implementation == "xla"
+    return blocks
+
+
+def _own_scores(q: jax.Array, keys: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+    """Computes the scores of each query with its own keys, `[B, K, T, G, L]` float32."""
+    scores = jnp.einsum("BKTGH,BKTLH->BKTGL", q, keys, preferred_element_type=jnp.float32) * scale
+    return jnp.where(mask[:, None, :, None], scores, NO_SCORE)
+
+
+def _own_weights(scores: jax.Array, mask: jax.Array, log_sum: jax.Array) -> jax.Array:
+    return jnp.where(mask[:, None, :, None], jnp.exp(scores - log_sum[..., None]), 0)

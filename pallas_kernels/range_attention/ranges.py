@@ -1,0 +1,35 @@
+"""Ranges of keys, which describe an attention mask with two numbers per range instead of one per pair of tokens."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class KeyRanges(NamedTuple):
+    """The keys that each query attends to, as R ranges of consecutive keys.
+
+    A causal mask inside a document has one range, from the document's first token (or the window's) to the token
+    itself. A block of drafts after an anchor has two, the text before the anchor and the block. A range whose last key
+    comes before its first is empty. The ranges of a query must not overlap.
+    """
+
+    first: jax.Array  # [B, T, R] int32 first key of each range
+    last: jax.Array  # [B, T, R] int32 last key, inclusive
+
+    def dense(self, num_keys: int) -> jax.Array:
+        """Returns the mask `[B, T, S]` bool over S keys."""
+        index = jnp.arange(num_keys)[None, None, None]
+        return ((index >= self.first[..., None]) & (index <= self.last[..., None])).any(axis=2)
+
+    def of_blocks(self, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the first block of keys for each block of queries and range, and the end, `[T / queries, R]` int32.
+
+        Args:
+            queries: queries per block, which divides T.
+            keys: keys per block.
+        """
+        blocks = [each.reshape(len(each), -1, queries, each.shape[2]) for each in self]
+        is_empty = blocks[1] < blocks[0]
+        first = jnp.where(is_empty, jnp.iinfo(jnp.int32).max, blocks[0]).min(axis=(0, 2)) // keys
+        return first, jnp.where(is_empty, -1, blocks[1]).max(axis=(0, 2)) // keys + 1
