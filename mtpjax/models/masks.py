@@ -9,7 +9,7 @@ from mtpjax.models.parallel import all_rows
 from mtpjax.models.view import Reach, Span, TreeSlots, View, Window
 from pallas_kernels.range_attention import KeyRanges
 
-MAX_DENSE = 1024  # tokens of a row up to which a pass over whole rows stores masks and scores of all pairs
+MAX_DENSE = 128  # tokens of a row up to which a pass over whole rows stores masks and scores of all pairs
 SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer
 
 

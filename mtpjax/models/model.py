@@ -22,6 +22,7 @@ from mtpjax.models.view import Entries, Masks, Recycled, View
 from mtpjax.models.vocabulary import Vocabulary
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
 from pallas_kernels.head_top_k import head_top_k
+from pallas_kernels.row_product import multiply_rows, transposed
 from pallas_kernels.top_k import top_k
 
 
@@ -296,7 +297,7 @@ class MTPModel(nn.Module):
         """Returns module `index`'s head `[D, V]` if it has a separate head, and otherwise the trunk's head."""
         if index is not None and self.config.mtp_own_head:
             return self.mtp_head[index]
-        return self.embedding.T if self.config.tie_word_embeddings else self.head
+        return transposed(self.embedding) if self.config.tie_word_embeddings else self.head
 
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
         """Applies module `index`'s or the trunk's head to normalised states `[..., D]`; returns `[..., V]` float32."""
@@ -343,7 +344,7 @@ def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:
     """Multiplies hidden states `[..., D]` by a head `[D, V]`; returns logits `[..., V]` float32."""
     head = head.astype(hidden.dtype)
     if not is_batch_invariant():
-        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        return multiply_rows(hidden, head, jnp.float32)
     rows = hidden.reshape(-1, hidden.shape[-1])
     logits = map_row_blocks(lambda rows: jnp.matmul(rows, head, preferred_element_type=jnp.float32), rows)
     return logits.reshape(*hidden.shape[:-1], -1)

@@ -235,7 +235,8 @@ def _xla_terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangen
             which = head_of[depth]
             head = _slice_columns(heads[which], start, chunk).astype(state.dtype)
             after.append(gradient + jnp.einsum("BTV,DV->BTD", logit_gradient, head, preferred_element_type=jnp.float32))
-            slices[which] += jnp.einsum("BTD,BTV->DV", state, logit_gradient, preferred_element_type=jnp.float32)
+            rows = (array.reshape(-1, array.shape[-1]) for array in (state, logit_gradient))
+            slices[which] += jnp.einsum("ND,NV->DV", *rows, preferred_element_type=jnp.float32)
         head_gradients = [
             jax.lax.dynamic_update_slice_in_dim(gradient, part, start, axis=1)
             for gradient, part in zip(head_gradients, slices, strict=True)

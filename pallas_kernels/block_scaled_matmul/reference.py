@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dequantise import dequantise
-from pallas_kernels.row_product import row_times_matrix
+from pallas_kernels.row_product import multiply_rows, row_times_matrix
 
 
 def block_scaled_matmul_reference(x, weights, scales=None, *, block=128):
@@ -17,7 +17,8 @@ def block_scaled_matmul_xla(x, weights, scales, block):
     """Computes `block_scaled_matmul` with weights rounded to x's dtype, which tensor cores need for many rows."""
 
     def product():
-        return x @ (weights if scales is None else _dequantised(weights, scales, block)).astype(x.dtype)
+        matrix = (weights if scales is None else _dequantised(weights, scales, block)).astype(x.dtype)
+        return multiply_rows(x, matrix)
 
     def product_of_one_row():
         wide = row_times_matrix(x.reshape(-1), _dequantised(weights, scales, block))

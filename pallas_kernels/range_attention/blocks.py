@@ -15,7 +15,11 @@ from pallas_kernels.range_attention.ranges import KeyRanges
 NO_SCORE = jnp.finfo(jnp.float32).min
 
 
-BLOCK = 512  # queries and keys per block
+BLOCK = 512  # maximum number of queries and keys per block
+MIN_BLOCK = 64
+# Bytes of a block's scores. On a CPU, the scores of a block stay in the L2 cache; other devices need larger products.
+SCORE_BYTES = {"cpu": 2**21}
+OTHER_SCORE_BYTES = 2**25
 
 
 class _Operands(NamedTuple):
@@ -120,7 +124,10 @@ def backward(
 
 def _pad(q, key, value, ranges: KeyRanges, scale: float) -> tuple[_Operands, _Settings]:
     """Pads queries and keys to whole blocks. The ranges of padded queries are empty."""
-    settings = _Settings(scale, min(BLOCK, q.shape[2]), min(BLOCK, key.shape[2]))
+    block, pairs = BLOCK, q.size // (q.shape[2] * q.shape[4])
+    while block > MIN_BLOCK and 4 * pairs * block**2 > SCORE_BYTES.get(jax.default_backend(), OTHER_SCORE_BYTES):
+        block //= 2
+    settings = _Settings(scale, min(block, q.shape[2]), min(block, key.shape[2]))
     ranges = KeyRanges(_fill(ranges.first, settings.queries, 1), _fill(ranges.last, settings.queries, 1, -1))
     key, value = (_fill(each, settings.keys, 2) for each in (key, value))
     return _Operands(_fill(q, settings.queries, 2), key, value, ranges), settings

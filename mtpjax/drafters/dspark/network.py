@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
 from mtpjax.messages import require, require_choice
 from mtpjax.models.view import View
+from pallas_kernels.row_product import multiply_rows
 
 MarkovHead = Literal["none", "vanilla", "gated", "rnn"]
 
@@ -115,7 +116,7 @@ class DSpark(DFlash):
             The bias `[B, T, R]` float32, and the recurrent state for the next slot.
         """
         x, carry = self.markov_features(hidden, previous, carry)
-        return jnp.matmul(x, self.markov_out.astype(x.dtype), preferred_element_type=jnp.float32), carry
+        return multiply_rows(x, self.markov_out.astype(x.dtype), jnp.float32), carry
 
     def confidence_logits(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:
         """Predicts whether each slot's draft is accepted, from the tokens before it.
