@@ -11,8 +11,8 @@ import jax.numpy as jnp
 def multiply_rows(x: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
     """Multiplies x [..., K] by a matrix [K, N]; returns [..., N] in x's dtype, or in `dtype`.
 
-    Flattens x to [rows, K] first. With further axes, XLA's CPU backend copies the transposed output gradient for the
-    matrix's gradient, and multiplies 1.2 to 5 times slower (`experiments/results/row_gradients.json`).
+    Flattens x to [rows, K] first. With further axes, XLA's CPU backend copies the transposed output gradient to compute
+    the matrix's gradient, and its product is slower.
     """
     product = jnp.matmul(x.reshape(-1, x.shape[-1]), matrix, preferred_element_type=dtype)
     return product.reshape(*x.shape[:-1], -1)

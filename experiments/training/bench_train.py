@@ -9,7 +9,8 @@ is timed, the engines make their first updates from the same parameters on the s
 more than 1e-4 raise an error.
 
 The cost of D depths is compared with their share of the arithmetic, which is the FLOPs of all matmuls, counted in the
-traced forward pass and multiplied by three (the embedding table is only read). The limit is the time for this
+traced forward pass and multiplied by three (the embedding table is only read). Each product and the attention are
+also timed separately in both libraries. The limit is the time for this
 arithmetic at the rate at which XLA multiplies two matrices with the same threads in the same round. The memory is what
 XLA's compiled step needs in addition to its arguments, with all logits and with `vocab_chunk` columns at a time.
 """
@@ -111,6 +112,26 @@ def report(shape: str, threads: int, samples: dict[Cell, list[dict]], options: a
     return rows
 
 
+def part_rows(shape: str, threads: int, options: argparse.Namespace) -> list[dict]:
+    """Returns the milliseconds of each matrix product and of attention, in mtpjax and in PyTorch."""
+    engines = [name for name in ("mtpjax", "torch") if name in options.engines]
+    times: dict[str, list[dict]] = {name: [] for name in engines}
+    for _ in range(3):  # the engines take turns
+        for name in engines:
+            child = Child.of_engine(
+                name, threads, shape, options.output.parent, module="experiments.training.train_products"
+            )
+            times[name].append(child.ask(rows=options.rows, length=options.length))
+            child.close()
+    setting = {"shape": shape, "threads": threads}
+    return [
+        {**setting, "part": part, "direction": direction}
+        | {name: min(found[part][direction] for found in times[name]) for name in engines}
+        for part, directions in times["mtpjax"][0].items()
+        for direction in directions
+    ]
+
+
 def memory_rows(options: argparse.Namespace) -> list[dict]:
     """Returns the temporary bytes of steps with two depths, by vocabulary and objective, with and without chunks."""
     shape = options.shapes[0]
@@ -150,6 +171,10 @@ def show(content: dict, console: Console) -> None:
         )
         setting = f"{entry['shape']}, {entry['threads']} thread(s), {entry['num_depths']} depth(s)"
         console.print(f"time of a step in products of matrices + the rest, {setting}: {shares}")
+    for row in content["products"]:
+        other = f", PyTorch {row['torch']:.2f} ms" if "torch" in row else ""
+        setting = f"{row['shape']}, {row['threads']} thread(s), {row['part']}, {row['direction']}"
+        console.print(f"{setting}: {row['mtpjax']:.2f} ms{other}")
     table = Table(title="memory of a step with two depths, beside parameters and optimiser")
     for name in ("shape", "vocabulary", "objective", "all logits", "by chunks", "ratio"):
         table.add_column(name, justify="right")
@@ -192,7 +217,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace, command: str, console: Console) -> dict:
     """Runs all requested measurements. Adds to the result file after every shape and thread setting."""
     content = about(command=command)
-    content |= {"differences": [], "rows": [], "parts": [], "memory": []}
+    content |= {"differences": [], "rows": [], "parts": [], "products": [], "memory": []}
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}
     cells = cells_of(options.engines, options.depths)
     with tempfile.TemporaryDirectory() as folder:
@@ -215,6 +240,7 @@ def run(options: argparse.Namespace, command: str, console: Console) -> dict:
                 setting = {"shape": shape, "threads": threads}
                 content["differences"].append({**setting, "largest_difference_of_losses": difference})
                 content["parts"].append({**setting, "num_depths": max(options.depths[:2]), "seconds": traced["parts"]})
+                content["products"] += part_rows(shape, threads, options)
                 content["rows"] += report(shape, threads, samples, options)
                 console.print(f"measured {shape}, {threads} thread(s); losses differ by at most {difference:.1e}")
                 write(options.output, content)
