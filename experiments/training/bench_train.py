@@ -71,7 +71,7 @@ def measure(children: dict[str, Child], cells: list[Cell], options: argparse.Nam
     request = {"steps": options.steps, "rows": options.rows, "length": options.length}
 
     def sample(cell: Cell, number: int) -> dict:
-        first = FIRST_UPDATES + number * options.steps
+        first = FIRST_UPDATES + 1 + number * (1 + options.steps)
         found = children[cell.engine].ask(num_depths=cell.num_depths, first=first, **request)
         waited = found["waited_seconds"] / found["seconds"]
         return {"seconds": found["seconds"] / options.steps, **children["products"].ask(), "waited": waited}
@@ -198,7 +198,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", nargs="+", choices=("1", "all"), default=["1", "all"])
     parser.add_argument("--rows", type=count, default=8, help="rows of a batch")
     parser.add_argument("--length", type=count, default=256, help="tokens per row")
-    parser.add_argument("--steps", type=count, default=2, help="updates of each engine per round")
+    parser.add_argument("--steps", type=count, default=2, help="timed updates of each engine per round, after one that is not timed")
     parser.add_argument("--repeats", type=count, default=5, help="number of rounds")
     parser.add_argument("--vocabularies", nargs="*", type=count, default=[32768, 131072], help="for memory")
     parser.add_argument("--vocab-chunk", type=count, default=4096)
