@@ -198,7 +198,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", nargs="+", choices=("1", "all"), default=["1", "all"])
     parser.add_argument("--rows", type=count, default=8, help="rows of a batch")
     parser.add_argument("--length", type=count, default=256, help="tokens per row")
-    parser.add_argument("--steps", type=count, default=2, help="timed updates of each engine per round, after one that is not timed")
+    parser.add_argument("--steps", type=count, default=2, help="timed updates of each engine per round")
     parser.add_argument("--repeats", type=count, default=5, help="number of rounds")
     parser.add_argument("--vocabularies", nargs="*", type=count, default=[32768, 131072], help="for memory")
     parser.add_argument("--vocab-chunk", type=count, default=4096)
