@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import choose
 from pallas_kernels.range_attention import blocks
 from pallas_kernels.range_attention.blocks import NO_SCORE
-from pallas_kernels.range_attention.ranges import KeyRanges
+from pallas_kernels.range_attention.ranges import KeyRanges, chosen_keys
 
-__all__ = ["KeyRanges", "OwnKeys", "range_attention", "range_attention_reference"]
+__all__ = ["KeyRanges", "OwnKeys", "chosen_keys", "range_attention", "range_attention_reference"]
 
 
 class OwnKeys(NamedTuple):
