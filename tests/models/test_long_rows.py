@@ -48,20 +48,26 @@ def test_models_give_the_same_logits_and_gradients(attention, small, monkeypatch
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=2e-5, rtol=2e-4), *found)
 
 
-def test_no_array_of_all_pairs_is_compiled(small, monkeypatch):
-    model, params = small("sliding")
+def has_pairs(compiled, T):
+    """Whether a compiled program has an array with two axes of T tokens."""
+    return re.search(rf"\b{T},(\d+,)*{T}\b", str(compiled.as_text())) is not None
+
+
+@pytest.mark.parametrize("attention", ["sliding", pytest.param("sparse", marks=pytest.mark.slow)])
+def test_no_array_of_all_pairs_is_compiled(attention, small, monkeypatch):
+    model, params = small(attention)
     T = 88  # no other size here
-    monkeypatch.setattr("pallas_kernels.range_attention.blocks.BLOCK", 8)
+    monkeypatch.setattr(blocks, "BLOCK", 8)
+    monkeypatch.setattr(latent_attention, "MAX_SCORES", 3 * T * 10)
 
     def loss(params, tokens):
         return forward(params, tokens, model=model, num_depths=2).mtp_logits[-1].sum()
 
-    def has_pairs(limit):
+    def compiled(limit):
         set_limit(monkeypatch, limit)
-        text = jax.jit(jax.grad(lambda *call: loss(*call))).lower(params, jnp.zeros((1, T), jnp.int32)).compile()
-        return re.search(rf"\b{T},(1,|2,|4,)*{T}\b", str(text.as_text())) is not None
+        return jax.jit(jax.grad(lambda *call: loss(*call))).lower(params, jnp.zeros((1, T), jnp.int32)).compile()
 
-    assert has_pairs(2048) and not has_pairs(8)
+    assert has_pairs(compiled(2048), T) and not has_pairs(compiled(8), T)
 
 
 class SparseLayers:
@@ -69,7 +75,7 @@ class SparseLayers:
 
     def __init__(self, small, monkeypatch, T=37, topk=7):
         # Ten queries of the indexer at a time, and key blocks that are not full.
-        monkeypatch.setattr(latent_attention, "MAX_SCORES", 2 * 3 * (T + 2) * 10)
+        monkeypatch.setattr(latent_attention, "MAX_SCORES", 2 * 3 * (T + 3) * 10)
         monkeypatch.setattr(blocks, "BLOCK", 16)
         model, params = small("sparse")
         self.config, rng = dataclasses.replace(model.config, index_topk=topk), np.random.default_rng(0)
@@ -91,18 +97,22 @@ class SparseLayers:
         monkeypatch.setattr(masks, "MAX_DENSE", limit)
         return jax.jit(lambda *arrays: self.attend(*arrays))(*self.arrays)
 
-    def gradients(self, monkeypatch, limit):
+    def compiled_gradients(self, monkeypatch, limit):
         monkeypatch.setattr(masks, "MAX_DENSE", limit)
         loss = lambda *arrays: sum(jnp.sin(each).sum() for each in self.attend(*arrays))
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*self.arrays)
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*self.arrays).compile()
 
 
-@pytest.mark.parametrize("T, topk", [(37, 7), (1, 2), (37, 38)])
+@pytest.mark.parametrize("T, topk", [(37, 7), (1, 2), (37, 38)])  # the last selects all but one key
 def test_sparse_layers_give_the_outputs_and_gradients_of_dense_masks(T, topk, small, monkeypatch):
     layers = SparseLayers(small, monkeypatch, T, topk)
     outputs = [layers.run(monkeypatch, limit) for limit in (2048, 0)]
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), *outputs)
-    gradients = [layers.gradients(monkeypatch, limit) for limit in (2048, 0)]
+    if topk != 7:
+        return
+    compiled = [layers.compiled_gradients(monkeypatch, limit) for limit in (2048, 0)]
+    assert [has_pairs(each, T) for each in compiled] == [True, False]
+    gradients = [each(*layers.arrays) for each in compiled]
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), *gradients)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients[1][0][0]["indexer"]))
 

@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import Objective
+from mtpjax import Objective, TrainConfig
+from mtpjax.data.packing import Batch
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
@@ -20,11 +22,15 @@ from mtpjax.drafters.dflash.drafting import DFlashDrafter
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSparkConfig
 from mtpjax.drafters.trained import DraftParams
+from mtpjax.models import masks
 from mtpjax.models.masks import segment_positions
 from mtpjax.models.params import DRAFTER
 from mtpjax.training.anchors import draw_anchors
+from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.losses import all_targets, binary_cross_entropy
-from pallas_kernels.range_attention import blocks
+from mtpjax.training.step import make_optimizer, train_step
+from mtpjax.training.train_state import init_train_state
+from pallas_kernels.range_attention import blocks, range_attention_reference
 from tests.helpers.new_drafters import (
     DRAFT_IDS_OF_TESTS,
     LEVELS,
@@ -251,6 +257,33 @@ def test_blocks_have_the_states_and_gradients_of_dense_attention(from_anchor, sm
         compute = jax.jit(lambda *given: jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(*given))
         results.append(compute(params[DRAFTER], features))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
+
+
+@pytest.mark.parametrize("kind", ["dflash", pytest.param("dspark", marks=pytest.mark.slow)])
+def test_no_scores_of_all_slots_and_positions_are_compiled(kind, small, monkeypatch):
+    model, params, drafter = new_drafter(small, kind)
+    T, A = 88, 7  # no other sizes here
+    monkeypatch.setattr(blocks, "BLOCK", 8)
+    monkeypatch.setattr(masks, "MAX_DENSE", 8)
+    tokens, optimizer = jnp.ones((1, T), jnp.int32), make_optimizer(TrainConfig())
+    state = init_train_state(params, optimizer, "modules")
+    spec = TrainSpec(model=model, num_depths=LEVELS, trains="modules", drafter=drafter, num_anchors=A)
+    axes = f"({T},|{A},|{A * drafter.architecture.block_size},)"
+
+    def has_scores(text):
+        return re.search(rf"\b{axes}(\d+,)*{T}\b", text.replace("x", ",")) is not None
+
+    jax.clear_caches()
+    step = jax.jit(functools.partial(train_step, spec=spec, optimizer=optimizer))
+    compiled = step.lower(state, Batch(tokens, tokens, tokens > 0), 1.0, 1.0).compile()
+    assert not has_scores(str(compiled.as_text()))
+    # The dense form has them.
+    dense = lambda *arrays, implementation, **settings: range_attention_reference(*arrays, **settings)
+    monkeypatch.setattr(dflash_network, "range_attention", dense)
+    features = jnp.ones((1, T, drafter.architecture.features_size))
+    run = functools.partial(dflash_network.block_states, config=drafter.architecture)
+    lowered = jax.jit(run).lower(params[DRAFTER], features, tokens, jnp.zeros((1, A), jnp.int32), params["embedding"])
+    assert has_scores(lowered.as_text())
 
 
 def test_nothing_of_another_document_or_behind_the_anchor_is_read(small, batch):
