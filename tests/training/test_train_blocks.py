@@ -227,7 +227,7 @@ def test_ranges_of_blocks_are_those_of_the_definition(from_anchor, small):
 
 @pytest.mark.parametrize("from_anchor", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_blocks_have_the_states_and_gradients_of_dense_attention(from_anchor, small, batch, monkeypatch):
-    """States and gradients, with a window and a causal layer, documents, and a last key block that is not full."""
+    """States and gradients, with a window and a causal layer, documents, and last blocks and groups not full."""
     _, params, drafter = new_drafter(small, "dflash")
     changes = {"windows": (2, 0), "is_causal": (True, False), "window_from_anchor": from_anchor}
     config = dataclasses.replace(drafter.architecture, **changes)
@@ -252,8 +252,10 @@ def test_blocks_have_the_states_and_gradients_of_dense_attention(from_anchor, sm
 
     results = []
     monkeypatch.setattr(blocks, "BLOCK", 5)
-    for attention in (dflash_network.range_attention, dense):
+    two = 2 * 2 * config.block_size * config.block.intermediate_size  # two anchors at once, of five
+    for attention, most in ((dflash_network.range_attention, two), (dense, 1 << 24)):
         monkeypatch.setattr(dflash_network, "range_attention", attention)
+        monkeypatch.setattr(dflash_network, "MAX_ACTIVATIONS", most)
         compute = jax.jit(lambda *given: jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(*given))
         results.append(compute(params[DRAFTER], features))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)

@@ -26,6 +26,9 @@ from pallas_kernels.range_attention import KeyRanges, OwnKeys, range_attention
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 
+# Maximum number of a layer's feed-forward activations in memory at once (64 MiB in float32).
+MAX_ACTIVATIONS = 1 << 24
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LayersConfig):
@@ -178,7 +181,8 @@ def block_states(
     """Runs one block after each anchor, teacher-forced.
 
     The block of an anchor at position a attends to the trunk states at positions before a in the same document, and to
-    its own slots. Blocks do not attend to each other.
+    its own slots. Blocks do not attend to each other. If all blocks together have more than `MAX_ACTIVATIONS`
+    feed-forward activations, one group of anchors runs at a time, and the backward pass recomputes each group.
 
     Args:
         params: parameters of `DFlash`, or of a network that extends it.
@@ -193,7 +197,7 @@ def block_states(
     Returns:
         The states that the head reads, `[B, A, X, D]`.
     """
-    block = config.block
+    (B, A), block = anchors.shape, config.block
     segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
     positions = segment_positions(segments)
     # 1. Compute the context's keys and values, once for all blocks.
@@ -204,19 +208,24 @@ def block_states(
         for index in range(block.num_hidden_layers)
     )
 
-    # 2. Embed the anchor and mask tokens of every block.
-    ids = jnp.pad(
-        jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None],
-        ((0, 0), (0, 0), (0, config.block_size - 1)),
-        constant_values=config.mask_token_id,
-    )
-    z = embedding[ids].astype(context.dtype)
-    # 3. Run the layers over all blocks together. Each slot has a range of the context's keys, so no scores are stored.
-    position = jnp.take_along_axis(positions, anchors, axis=1)
-    for index, kept in enumerate(entries):
-        masks = _visible_keys(config, index, anchors, position)
-        z = _block_layer(params[f"layer_{index}"], z, kept, masks, position, config, implementation)
-    return rms_norm_reference(z, params["norm_final"]["scale"], eps=block.rms_norm_eps)
+    # 2. Run the blocks of one group of anchors `[B, a]`.
+    def run(anchors: jax.Array) -> jax.Array:
+        first = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
+        ids = jnp.pad(first, ((0, 0), (0, 0), (0, config.block_size - 1)), constant_values=config.mask_token_id)
+        z = embedding[ids].astype(context.dtype)
+        first_position = jnp.take_along_axis(positions, anchors, axis=1)
+        for index, kept in enumerate(entries):
+            masks = _visible_keys(config, index, anchors, first_position)
+            z = _block_layer(params[f"layer_{index}"], z, kept, masks, first_position, config, implementation)
+        return rms_norm_reference(z, params["norm_final"]["scale"], eps=block.rms_norm_eps)
+
+    size = max(1, MAX_ACTIVATIONS // (B * config.block_size * block.intermediate_size))
+    if size >= A:
+        return run(anchors)
+    # Pad the last group by repeating the last anchor.
+    groups = jnp.pad(anchors, ((0, 0), (0, -A % size)), mode="edge").reshape(B, -1, size).swapaxes(0, 1)
+    hidden = jax.lax.map(jax.checkpoint(run), groups)  # [groups, B, size, X, D]
+    return hidden.swapaxes(0, 1).reshape(B, -1, *hidden.shape[3:])[:, :A]
 
 
 def _block_layer(
