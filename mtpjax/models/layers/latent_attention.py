@@ -85,7 +85,12 @@ class Indexer(nn.Module):
             size = min(T, max(1, MAX_SCORES // (B * self.config.index_n_heads * sum(widths))))
             arrays = jax.lax.stop_gradient((x, query_latent, view.angles, keys[1:], masks))
             blocks = jax.tree.map(lambda array: _split(array, size), arrays)
-            best = jax.lax.map(lambda block: self._best_keys(*block[:3], (keys[0], *block[3]), block[4]), blocks)
+
+            def best_keys(block: Any) -> jax.Array:
+                x, query_latent, angles, own_keys, masks = block
+                return self._best_keys(x, query_latent, angles, (keys[0], *own_keys), masks)
+
+            best = jax.lax.map(best_keys, blocks)
             best = jnp.moveaxis(best, 0, 1).reshape(B, -1, topk)[:, :T]
             is_best = lambda column: (best == column).any(axis=-1, keepdims=True)
             own = (mask & is_best(column) for column, mask in enumerate(masks[1:], widths[0]))
