@@ -13,6 +13,7 @@ from mtpjax.models.forward import forward
 from mtpjax.models.layers import latent_attention
 from mtpjax.models.layers.latent_attention import LatentAttention
 from mtpjax.models.masks import full_view
+from mtpjax.models.trunk import stack_layers
 from mtpjax.models.view import Recycled
 from pallas_kernels.range_attention import blocks
 
@@ -115,6 +116,18 @@ def test_sparse_layers_give_the_outputs_and_gradients_of_dense_masks(T, topk, sm
     gradients = [each(*layers.arrays) for each in compiled]
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), *gradients)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients[1][0][0]["indexer"]))
+
+
+@pytest.mark.slow
+def test_scanned_sparse_layers_pass_the_selection_on(small, monkeypatch):
+    model, params = small("sparse", indexer_types=("full", "full", "shared"), index_topk=7)
+    scanned = dataclasses.replace(model, scan_layers=True, remat=True)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 37)), jnp.int32)
+    set_limit(monkeypatch, 8)
+    found = forward(stack_layers(params, model.config), tokens, model=scanned, num_depths=0).logits
+    np.testing.assert_allclose(found, forward(params, tokens, model=model, num_depths=0).logits, atol=1e-5)
+    set_limit(monkeypatch, 2048)
+    np.testing.assert_allclose(found, forward(params, tokens, model=model, num_depths=0).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("mutant", ["none", "ties", "next key", "all keys", "levels"])
