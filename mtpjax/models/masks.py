@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.parallel import all_rows
-from mtpjax.models.view import Reach, Span, TreeSlots, View, Window
+from mtpjax.models.view import Masks, Reach, Span, TreeSlots, View, Window
 from pallas_kernels.range_attention import KeyRanges
 
 MAX_DENSE = 128  # tokens of a row up to which a pass over whole rows stores masks and scores of all pairs
@@ -28,8 +28,7 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
     # 1. A token attends from the first token of its segment, or of its window, to itself.
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
     positions = segment_positions(segment_ids)
-    # A sparse indexer selects from a dense mask.
-    is_dense = segment_ids.shape[1] <= MAX_DENSE or bool(config.index_topk)
+    is_dense = segment_ids.shape[1] <= MAX_DENSE
 
     def mask(window: int) -> jax.Array | KeyRanges:
         first = index - positions
@@ -43,6 +42,14 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
         return view
     angles = rotary_angles(config.of_layer(SLIDING), positions + shift)
     return view.replace(sliding=Window(angles, mask(config.sliding_window), window=config.sliding_window))
+
+
+def empty_selection(view: View, config: ModelConfig) -> Masks:
+    """Makes masks with the structure of an indexer's selection over whole rows."""
+    mask = view.mask
+    if isinstance(mask, KeyRanges) and mask.first.shape[1] > config.index_topk:
+        mask = mask._replace(chosen=jnp.zeros((*mask.first.shape[:2], config.index_topk), jnp.int32))
+    return (mask,)
 
 
 def cached_view(

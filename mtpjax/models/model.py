@@ -13,7 +13,7 @@ from mtpjax.models.cache import Cache
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.layers.block import Block
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
-from mtpjax.models.masks import full_view
+from mtpjax.models.masks import empty_selection, full_view
 from mtpjax.models.parallel import num_shards, own_size
 from mtpjax.models.quantized import is_scaled, partial_product
 from mtpjax.models.sharding import gather_layers
@@ -71,7 +71,7 @@ class Trunk(nn.Module):
             # Use one scan for each run of repeating kinds. The carry needs a constant structure, so it starts with a
             # placeholder selection, which the first layer's indexer replaces.
             if config.index_topk:
-                selection = (view.mask,)
+                selection = empty_selection(view, config)
             period_type = _Period
             if num_shards("fsdp") > 1:
                 # Gather inside the rematerialised part, so that the backward pass gathers again instead of keeping

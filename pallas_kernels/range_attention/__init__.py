@@ -4,7 +4,8 @@ Bottleneck: multiplications. Two products of the forward pass and five of the ba
 Memory grows linearly with the tokens.
 
 A query attends to ranges of consecutive keys (`KeyRanges`), and optionally to keys that no other query attends to, such
-as the entries of recycled MTP depths at its own position. The forms compute the ranges. This module adds a query's own
+as the entries of recycled MTP depths at its own position, or that only the queries of its block attend to, such as the
+slots of a block of drafts. The forms compute the ranges. This module adds a query's own
 keys and sinks to their result through the log-sum-exp, and computes the gradients of both.
 """
 
@@ -17,16 +18,16 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import choose
 from pallas_kernels.range_attention import blocks
 from pallas_kernels.range_attention.blocks import NO_SCORE
-from pallas_kernels.range_attention.ranges import KeyRanges
+from pallas_kernels.range_attention.ranges import KeyRanges, chosen_keys
 
-__all__ = ["KeyRanges", "OwnKeys", "range_attention", "range_attention_reference"]
+__all__ = ["KeyRanges", "OwnKeys", "chosen_keys", "range_attention", "range_attention_reference"]
 
 
 class OwnKeys(NamedTuple):
-    """Keys that only one query attends to, L per query."""
+    """Keys that only one block of consecutive queries attends to: A blocks of T / A queries, with L keys per block."""
 
-    key: jax.Array  # [B, K, T, L, H]
-    value: jax.Array  # [B, K, T, L, V]
+    key: jax.Array  # [B, K, A, L, H]
+    value: jax.Array  # [B, K, A, L, V]
     mask: jax.Array  # [B, T, L] bool
 
 
@@ -52,7 +53,7 @@ def range_attention(
         value: `[B, K, S, V]` in q's dtype.
         ranges: the keys of each query.
         scale: factor that multiplies the scores.
-        own: keys that only one query attends to, in q's dtype.
+        own: keys that only one query or one block of queries attends to, in q's dtype.
         sinks: `[K, G]` learned logit per head, which takes a share of the softmax and has no value (gpt-oss).
         implementation: as in `pallas_kernels`.
 
@@ -82,7 +83,8 @@ def range_attention_reference(q, key, value, ranges, *, scale, own=None, sinks=N
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores, masks = [product("BKTGH,BKSH->BKTGS", q, key)], [ranges.dense(key.shape[2])[:, None, :, None]]
     if own is not None:
-        scores.append(product("BKTGH,BKTLH->BKTGL", q, own.key))
+        own_key, own_value = (jnp.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (own.key, own.value))
+        scores.append(product("BKTGH,BKTLH->BKTGL", q, own_key))
         masks.append(own.mask[:, None, :, None])
     mask = jnp.concatenate(
         [jnp.broadcast_to(each, one.shape) for each, one in zip(masks, scores, strict=True)], axis=-1
@@ -96,7 +98,7 @@ def range_attention_reference(q, key, value, ranges, *, scale, own=None, sinks=N
     S = key.shape[2]
     output = product("BKTGS,BKSV->BKTGV", weights[..., :S], value)
     if own is not None:
-        output += product("BKTGL,BKTLV->BKTGV", weights[..., S:], own.value)
+        output += product("BKTGL,BKTLV->BKTGV", weights[..., S:], own_value)
     return output.astype(q.dtype)
 
 
@@ -136,8 +138,8 @@ def _forward(arrays: _Arrays, masks: tuple[KeyRanges, jax.Array], scale: float, 
     total = jax.nn.logsumexp(jnp.concatenate(terms, axis=-1), axis=-1)
     # 3. Scale the ranges' output down and add the own values.
     weights = _own_weights(terms[1], own_mask, total)
-    own = jnp.einsum("BKTGL,BKTLV->BKTGV", weights, own_value.astype(jnp.float32))
-    output = (output * jnp.exp(log_sum - total)[..., None] + own).astype(q.dtype)
+    own = jnp.einsum("BKAXL,BKALV->BKAXV", _fold(weights, own_value), own_value.astype(jnp.float32))
+    output = (output * jnp.exp(log_sum - total)[..., None] + own.reshape(output.shape)).astype(q.dtype)
     return output, (arrays, masks, output, total)
 
 
@@ -154,12 +156,14 @@ def _backward(scale: float, implementation: str, saved: Any, gradient: jax.Array
     )
     # 2. The queries' own keys.
     weights = _own_weights(_own_scores(q, own_key, own_mask, scale), own_mask, log_sum)
-    products = jnp.einsum("BKTGV,BKTLV->BKTGL", gradient, own_value, preferred_element_type=jnp.float32)
-    slopes = weights * (products - delta[..., None]) * scale
+    queries, gradients = (_fold(each, own_key) for each in (q, gradient))
+    products = jnp.einsum("BKAXV,BKALV->BKAXL", gradients, own_value, preferred_element_type=jnp.float32)
+    slopes = _fold(weights * (products.reshape(weights.shape) - delta[..., None]) * scale, own_key)
     if arrays.has_more:
-        query_gradient += jnp.einsum("BKTGL,BKTLH->BKTGH", slopes, own_key.astype(jnp.float32))
-    own_key_gradient = jnp.einsum("BKTGL,BKTGH->BKTLH", slopes, q.astype(jnp.float32))
-    own_value_gradient = jnp.einsum("BKTGL,BKTGV->BKTLV", weights, gradient.astype(jnp.float32))
+        own = jnp.einsum("BKAXL,BKALH->BKAXH", slopes, own_key.astype(jnp.float32))
+        query_gradient += own.reshape(q.shape)
+    own_key_gradient = jnp.einsum("BKAXL,BKAXH->BKALH", slopes, queries.astype(jnp.float32))
+    own_value_gradient = jnp.einsum("BKAXL,BKAXV->BKALV", _fold(weights, own_key), gradients.astype(jnp.float32))
     # 3. The sinks, which have no value.
     sink_gradient = None
     if sinks is not None:
@@ -180,8 +184,14 @@ def _forms(implementation: str):
 
 def _own_scores(q: jax.Array, keys: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
     """Computes the scores of each query with its own keys, `[B, K, T, G, L]` float32."""
-    scores = jnp.einsum("BKTGH,BKTLH->BKTGL", q, keys, preferred_element_type=jnp.float32) * scale
-    return jnp.where(mask[:, None, :, None], scores, NO_SCORE)
+    scores = jnp.einsum("BKAXH,BKALH->BKAXL", _fold(q, keys), keys, preferred_element_type=jnp.float32) * scale
+    return jnp.where(mask[:, None, :, None], scores.reshape(*q.shape[:4], -1), NO_SCORE)
+
+
+def _fold(array: jax.Array, own: jax.Array) -> jax.Array:
+    """Reshapes `[B, K, T, G, X]` to `[B, K, A, T / A * G, X]`, all queries of one block of `own [B, K, A, L, H]`."""
+    (B, K, T, G, X), A = array.shape, own.shape[2]
+    return array.reshape(B, K, A, T // A * G, X)
 
 
 def _own_weights(scores: jax.Array, mask: jax.Array, log_sum: jax.Array) -> jax.Array:

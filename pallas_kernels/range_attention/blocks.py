@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.range_attention.ranges import KeyRanges
+from pallas_kernels.range_attention.ranges import KeyRanges, chosen_keys
 
 NO_SCORE = jnp.finfo(jnp.float32).min
 
@@ -51,11 +51,11 @@ def forward(q, key, value, ranges: KeyRanges, *, scale: float, dtype) -> tuple[j
     begins, ends = ranges.of_blocks(settings.queries, settings.keys)
 
     def query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        queries = _slice(q, i, settings.queries, 2)
+        queries, chosen = _slice(q, i, settings.queries, 2), _chosen(operands, settings, i)
 
         def add_block(j: jax.Array, state: tuple[jax.Array, ...], which: int) -> tuple[jax.Array, ...]:
             best, total, output = state
-            scores, seen = _scores(queries, operands, settings, i, j, which)
+            scores, seen = _scores(queries, operands, settings, i, j, which, chosen)
             highest = jnp.maximum(best, scores.max(axis=-1))
             weights = jnp.where(seen, jnp.exp(scores - highest[..., None]), 0)
             # When the highest score rises, scale the older sums down by the same factor.
@@ -96,10 +96,11 @@ def backward(
 
     def query_block(state: tuple[jax.Array, ...], i: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         queries, outer, sums, deltas = (_slice(each, i, settings.queries, 2) for each in (q, gradient, log_sum, delta))
+        chosen = _chosen(operands, settings, i)
 
         def add_block(j: jax.Array, state: tuple[jax.Array, ...], which: int) -> tuple[jax.Array, ...]:
             query_gradient, key_gradient, value_gradient = state
-            scores, seen = _scores(queries, operands, settings, i, j, which)
+            scores, seen = _scores(queries, operands, settings, i, j, which, chosen)
             products = _product("BKTGV,BKSV->BKTGS", outer, _slice(value, j, settings.keys, 2))
             weights = jnp.where(seen, jnp.exp(scores - sums[..., None]), 0)
             slopes = (weights * (products - deltas[..., None]) * settings.scale).astype(q.dtype)
@@ -128,9 +129,10 @@ def _pad(q, key, value, ranges: KeyRanges, scale: float) -> tuple[_Operands, _Se
     while block > MIN_BLOCK and 4 * pairs * block**2 > SCORE_BYTES.get(jax.default_backend(), OTHER_SCORE_BYTES):
         block //= 2
     settings = _Settings(scale, min(block, q.shape[2]), min(block, key.shape[2]))
-    ranges = KeyRanges(_fill(ranges.first, settings.queries, 1), _fill(ranges.last, settings.queries, 1, -1))
+    first, last = _fill(ranges.first, settings.queries, 1), _fill(ranges.last, settings.queries, 1, -1)
+    chosen = None if ranges.chosen is None else _fill(ranges.chosen, settings.queries, 1)
     key, value = (_fill(each, settings.keys, 2) for each in (key, value))
-    return _Operands(_fill(q, settings.queries, 2), key, value, ranges), settings
+    return _Operands(_fill(q, settings.queries, 2), key, value, KeyRanges(first, last, chosen)), settings
 
 
 def _fill(array: jax.Array, block: int, axis: int, fill: int = 0) -> jax.Array:
@@ -140,14 +142,29 @@ def _fill(array: jax.Array, block: int, axis: int, fill: int = 0) -> jax.Array:
     return jnp.pad(array, widths, constant_values=fill) if missing else array
 
 
+def _chosen(operands: _Operands, settings: _Settings, i: jax.Array) -> jax.Array | None:
+    """Returns the keys that an indexer chose for query block i, `[B, t, S]` bool; None: it has no choice."""
+    chosen, num_keys = operands.ranges.chosen, operands.key.shape[2]
+    return None if chosen is None else chosen_keys(_slice(chosen, i, settings.queries, 1), num_keys)
+
+
 def _scores(
-    queries: jax.Array, operands: _Operands, settings: _Settings, i: jax.Array, j: jax.Array, which: int
+    queries: jax.Array,
+    operands: _Operands,
+    settings: _Settings,
+    i: jax.Array,
+    j: jax.Array,
+    which: int,
+    chosen: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the scores of query block i and key block j, `[B, K, t, G, s]`, and the pairs of range `which`."""
     scores = _product("BKTGH,BKSH->BKTGS", queries, _slice(operands.key, j, settings.keys, 2)) * settings.scale
-    first, last = (_slice(each[:, :, which, None], i, settings.queries, 1) for each in operands.ranges)
+    first, last = (_slice(each[:, :, which, None], i, settings.queries, 1) for each in operands.ranges[:2])
     index = (j * settings.keys + jnp.arange(settings.keys))[None, None]
-    seen = ((index >= first) & (index <= last))[:, None, :, None]
+    seen = (index >= first) & (index <= last)
+    if chosen is not None:
+        seen &= _slice(chosen, j, settings.keys, 2)
+    seen = seen[:, None, :, None]
     return jnp.where(seen, scores, NO_SCORE), seen
 
 

@@ -24,7 +24,9 @@ CASES = {
     "nothing": {"ranges": (5, 4)},
     "only sinks": {"ranges": (5, 4), "sinks": True},
     "later keys": {"ranges": (20, 30)},
-    "blocks after anchors": {"anchors": 5},
+    "two ranges": {"anchors": 5},
+    "blocks after anchors": {"window": 9, "levels": 5, "blocks": 9},
+    "one block of own keys": {"levels": 3, "blocks": 1, "sinks": True},
 }
 
 
@@ -60,8 +62,9 @@ def operands(case, seed=0, dtype=jnp.float32):
         ranges = anchor_ranges(S, T, case["anchors"])
     own = None
     if levels := case.get("levels", 0):
-        mask = jnp.broadcast_to(jnp.arange(levels) != 1, (B, T, levels))
-        own = OwnKeys(normal(B, K, T, levels, H), normal(B, K, T, levels, V), mask)
+        mask, A = jnp.broadcast_to(jnp.arange(levels) != 1, (B, T, levels)), case.get("blocks", T)
+        mask = mask if A == T else mask | (jnp.arange(T) % 2 == 0)[None, :, None]
+        own = OwnKeys(normal(B, K, A, levels, H), normal(B, K, A, levels, V), mask)
     sinks = normal(K, G) if case.get("sinks") else None
     return normal(B, K, T, G, H), normal(B, K, S, H), normal(B, K, S, V), ranges, own, sinks
 
@@ -115,20 +118,31 @@ def test_the_reference_sees_what_the_ranges_describe():
     np.testing.assert_allclose(alone[:, :, 0], np.einsum("BKGS,BKSV->BKGV", weights, value[:, :, 7:10]), atol=1e-5)
 
 
-@pytest.mark.parametrize("mutant", ["window", "shift", "documents", "anchor", "block"])
+@pytest.mark.parametrize("mutant", ["window", "shift", "documents", "anchor", "block", "own block", "own mask"])
 def test_mutants_of_the_mask_are_caught(mutant):
-    name = "blocks after anchors" if mutant in ("anchor", "block") else "everything"
-    q, key, value, ranges, own, sinks = operands(CASES[name])
+    own_keys = "blocks after anchors"
+    names = {"anchor": "two ranges", "block": "two ranges", "own block": own_keys, "own mask": own_keys}
+    q, key, value, ranges, own, sinks = operands(CASES[names.get(mutant, "everything")])
+    changed, others = ranges, own
+    if mutant == "own block":
+        others = own._replace(key=jnp.roll(own.key, 1, axis=2))  # the keys of the block before
+    elif mutant == "own mask":
+        others = own._replace(mask=jnp.ones_like(own.mask))
+    else:
+        changed = mutated_ranges(mutant, ranges, key.shape[2])
+    arrays = (q, key, value, ranges, own, sinks)
+    assert abs(by_blocks(q, key, value, changed, others, sinks) - reference(*arrays)).max() > 1e-2
+
+
+def mutated_ranges(mutant, ranges, num_keys):
     first, last = ranges
-    changed = {
+    return {
         "window": ranges._replace(first=first - 1),
         "shift": ranges._replace(first=first + 1),
         "documents": ranges._replace(first=jnp.zeros_like(first)),
         "anchor": ranges._replace(last=last.at[..., 0].add(1)),  # the anchor's own entry
-        "block": ranges._replace(last=last.at[..., 1].set(key.shape[2] - 1)),  # later blocks
+        "block": ranges._replace(last=last.at[..., 1].set(num_keys - 1)),  # later blocks
     }[mutant]
-    arrays = (q, key, value, ranges, own, sinks)
-    assert abs(by_blocks(q, key, value, changed, own, sinks) - reference(*arrays)).max() > 1e-2
 
 
 def test_without_a_level_the_result_differs():

@@ -1,13 +1,17 @@
-"""Training of DFlash and DSpark: losses of the cached drafter, anchors, groups of anchors."""
+"""Training of DFlash and DSpark: losses of the cached drafter, anchors, masks of the blocks."""
 
 import dataclasses
+import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import Objective
+from mtpjax import Objective, TrainConfig
+from mtpjax.data.packing import Batch
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
@@ -18,9 +22,15 @@ from mtpjax.drafters.dflash.drafting import DFlashDrafter
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSparkConfig
 from mtpjax.drafters.trained import DraftParams
+from mtpjax.models import masks
+from mtpjax.models.masks import segment_positions
 from mtpjax.models.params import DRAFTER
 from mtpjax.training.anchors import draw_anchors
+from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.losses import all_targets, binary_cross_entropy
+from mtpjax.training.step import make_optimizer, train_step
+from mtpjax.training.train_state import init_train_state
+from pallas_kernels.range_attention import blocks, range_attention_reference
 from tests.helpers.new_drafters import (
     DRAFT_IDS_OF_TESTS,
     LEVELS,
@@ -180,27 +190,102 @@ def test_updates_draw_other_anchors(small, batch):
     assert one[1] != other[1] and one[0] == other[0]
 
 
-@pytest.mark.parametrize("window_from_anchor", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_groups_of_anchors_change_nothing(window_from_anchor, small, batch, monkeypatch):
-    """States and gradients, with a window and a causal layer, documents, and a last group that is not full."""
+SEGMENTS = np.array([[1] * 7 + [2] * 5, [1] * 10 + [0] * 2], np.int32)
+ANCHORS = np.array([[1, 3, 7, 8, 11], [0, 2, 5, 6, 9]], np.int32)  # at the start of a row and of a document too
+
+
+def dense_masks(config, layer, anchors, segment_ids):
+    """The positions `[B, A, X, T]` and slots `[X, X]` that each slot attends to, by the definition, one by one."""
+    (B, A), X, T = anchors.shape, config.block_size, segment_ids.shape[1]
+    window, from_anchor = config.windows[layer], config.window_from_anchor
+    context, block = np.zeros((B, A, X, T), bool), np.zeros((X, X), bool)
+    for b, a, x, t in np.ndindex(context.shape):
+        anchor = anchors[b, a]
+        oldest = anchor - window if from_anchor else anchor + x - window + 1
+        context[b, a, x, t] = t < anchor and segment_ids[b, t] == segment_ids[b, anchor] and (not window or t >= oldest)
+    for x, y in np.ndindex(X, X):
+        is_near = from_anchor or not window or abs(x - y) < window
+        block[x, y] = is_near and (y <= x or not config.is_causal[layer])
+    return context, block
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_ranges_of_blocks_are_those_of_the_definition(from_anchor, small):
+    config = new_drafter(small, "dflash")[2].architecture
+    for window, is_causal in itertools.product((0, 1, 3, 99), (False, True)):
+        changes = {"windows": (window,) * 2, "is_causal": (is_causal,) * 2, "window_from_anchor": from_anchor}
+        changed = dataclasses.replace(config, **changes)
+        for anchors, segment_ids in ((ANCHORS, SEGMENTS), (np.zeros((2, 1), np.int32), SEGMENTS[:, :1])):
+            position = np.take_along_axis(np.asarray(segment_positions(jnp.asarray(segment_ids))), anchors, 1)
+            ranges, own = dflash_network._visible_keys(changed, 0, jnp.asarray(anchors), jnp.asarray(position))
+            context, block = dense_masks(changed, 0, anchors, segment_ids)
+            found = np.asarray(ranges.dense(segment_ids.shape[1])).reshape(context.shape)
+            np.testing.assert_array_equal(found, context)
+            own = np.asarray(own).reshape(*context.shape[:3], -1)
+            np.testing.assert_array_equal(own, np.broadcast_to(block, own.shape))
+
+
+@pytest.mark.parametrize("from_anchor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_have_the_states_and_gradients_of_dense_attention(from_anchor, small, batch, monkeypatch):
+    """States and gradients, with a window and a causal layer, documents, and last blocks and groups not full."""
     _, params, drafter = new_drafter(small, "dflash")
-    changes = {"windows": (2, 0), "is_causal": (True, False), "window_from_anchor": window_from_anchor}
+    changes = {"windows": (2, 0), "is_causal": (True, False), "window_from_anchor": from_anchor}
     config = dataclasses.replace(drafter.architecture, **changes)
     features = jax.random.normal(jax.random.key(0), (2, 12, config.features_size))
-    anchors = jnp.array([[1, 3, 8, 10, 11], [0, 2, 5, 6, 9]])
-    given = jnp.asarray(batch.tokens), anchors, params["embedding"]
+    given, layers = (jnp.asarray(batch.tokens), ANCHORS, params["embedding"]), itertools.cycle(range(2))
+
+    def dense(q, key, value, ranges, *, scale, own, implementation):
+        product = functools.partial(jnp.einsum, precision="highest")
+        context, block = dense_masks(config, next(layers), ANCHORS, SEGMENTS)
+        queries = q.reshape(*q.shape[:2], *context.shape[1:3], *q.shape[3:])
+        scores = product("BKAXGH,BKTH->BKAXGT", queries, key), product("BKAXGH,BKAYH->BKAXGY", queries, own.key)
+        mask = np.concatenate([context, np.broadcast_to(block, (*context.shape[:3], len(block)))], axis=-1)
+        joined = jnp.where(mask[:, None, :, :, None], jnp.concatenate(scores, axis=-1) * scale, -jnp.inf)
+        weights, T = jax.nn.softmax(joined, axis=-1), key.shape[2]
+        output = product("BKAXGT,BKTH->BKAXGH", weights[..., :T], value)
+        return (output + product("BKAXGY,BKAYH->BKAXGH", weights[..., T:], own.value)).reshape(q.shape)
 
     def total(network, features):
-        shape = {"config": config, "segment_ids": jnp.asarray(batch.segment_ids)}
+        shape = {"config": config, "segment_ids": jnp.asarray(SEGMENTS)}
         states = dflash_network.block_states(network, features, *given, **shape)
         return jnp.sin(states).sum(), states
 
     results = []
-    for most in (1 << 26, 2 * 2 * config.block.num_attention_heads * 4 * 16):  # two anchors at once, of five
-        monkeypatch.setattr(dflash_network, "MAX_SCORES", most)
+    monkeypatch.setattr(blocks, "BLOCK", 5)
+    two = 2 * 2 * config.block_size * config.block.intermediate_size  # two anchors at once, of five
+    for attention, most in ((dflash_network.range_attention, two), (dense, 1 << 24)):
+        monkeypatch.setattr(dflash_network, "range_attention", attention)
+        monkeypatch.setattr(dflash_network, "MAX_ACTIVATIONS", most)
         compute = jax.jit(lambda *given: jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(*given))
         results.append(compute(params[DRAFTER], features))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
+
+
+@pytest.mark.parametrize("kind", ["dflash", pytest.param("dspark", marks=pytest.mark.slow)])
+def test_no_scores_of_all_slots_and_positions_are_compiled(kind, small, monkeypatch):
+    model, params, drafter = new_drafter(small, kind)
+    T, A = 88, 7  # no other sizes here
+    monkeypatch.setattr(blocks, "BLOCK", 8)
+    monkeypatch.setattr(masks, "MAX_DENSE", 8)
+    tokens, optimizer = jnp.ones((1, T), jnp.int32), make_optimizer(TrainConfig())
+    state = init_train_state(params, optimizer, "modules")
+    spec = TrainSpec(model=model, num_depths=LEVELS, trains="modules", drafter=drafter, num_anchors=A)
+    axes = f"({T},|{A},|{A * drafter.architecture.block_size},)"
+
+    def has_scores(text):
+        return re.search(rf"\b{axes}(\d+,)*{T}\b", text.replace("x", ",")) is not None
+
+    jax.clear_caches()
+    step = jax.jit(functools.partial(train_step, spec=spec, optimizer=optimizer))
+    compiled = step.lower(state, Batch(tokens, tokens, tokens > 0), 1.0, 1.0).compile()
+    assert not has_scores(str(compiled.as_text()))
+    # The dense form has them.
+    dense = lambda *arrays, implementation, **settings: range_attention_reference(*arrays, **settings)
+    monkeypatch.setattr(dflash_network, "range_attention", dense)
+    features = jnp.ones((1, T, drafter.architecture.features_size))
+    run = functools.partial(dflash_network.block_states, config=drafter.architecture)
+    lowered = jax.jit(run).lower(params[DRAFTER], features, tokens, jnp.zeros((1, A), jnp.int32), params["embedding"])
+    assert has_scores(lowered.as_text())
 
 
 def test_nothing_of_another_document_or_behind_the_anchor_is_read(small, batch):

@@ -6,7 +6,6 @@ trunk's states at all positions before the anchor.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -23,10 +22,12 @@ from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.masks import segment_positions
 from mtpjax.models.quantized import matrix_product
 from mtpjax.models.view import Entries, View
+from pallas_kernels.range_attention import KeyRanges, OwnKeys, range_attention
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 
-MAX_SCORES = 1 << 26  # maximum number of a layer's attention scores in memory at once (256 MiB in float32)
+# Maximum number of a layer's feed-forward activations in memory at once (64 MiB in float32).
+MAX_ACTIVATIONS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,8 +181,8 @@ def block_states(
     """Runs one block after each anchor, teacher-forced.
 
     The block of an anchor at position a attends to the trunk states at positions before a in the same document, and to
-    its own slots. Blocks do not attend to each other. If all blocks together have more than `MAX_SCORES` attention
-    scores, one group of anchors runs at a time, and the backward pass recomputes each group.
+    its own slots. Blocks do not attend to each other. If all blocks together have more than `MAX_ACTIVATIONS`
+    feed-forward activations, one group of anchors runs at a time, and the backward pass recomputes each group.
 
     Args:
         params: parameters of `DFlash`, or of a network that extends it.
@@ -196,7 +197,7 @@ def block_states(
     Returns:
         The states that the head reads, `[B, A, X, D]`.
     """
-    (B, A), T, block = anchors.shape, tokens.shape[1], config.block
+    (B, A), block = anchors.shape, config.block
     segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
     positions = segment_positions(segments)
     # 1. Compute the context's keys and values, once for all blocks.
@@ -214,12 +215,11 @@ def block_states(
         z = embedding[ids].astype(context.dtype)
         first_position = jnp.take_along_axis(positions, anchors, axis=1)
         for index, kept in enumerate(entries):
-            is_seen = _visibility(config, index, anchors, segments)
-            z = _block_layer(params[f"layer_{index}"], z, kept, is_seen, first_position, config)
+            masks = _visible_keys(config, index, anchors, first_position)
+            z = _block_layer(params[f"layer_{index}"], z, kept, masks, first_position, config, implementation)
         return rms_norm_reference(z, params["norm_final"]["scale"], eps=block.rms_norm_eps)
 
-    scores_of_anchor = B * block.num_attention_heads * config.block_size * (T + config.block_size)
-    size = max(1, MAX_SCORES // scores_of_anchor)
+    size = max(1, MAX_ACTIVATIONS // (B * config.block_size * block.intermediate_size))
     if size >= A:
         return run(anchors)
     # Pad the last group by repeating the last anchor.
@@ -232,9 +232,10 @@ def _block_layer(
     layer: dict[str, Any],
     z: jax.Array,
     context: Entries,
-    is_seen: tuple[jax.Array, jax.Array],
+    masks: tuple[KeyRanges, jax.Array],
     first_position: jax.Array,
     config: DFlashConfig,
+    implementation: str,
 ) -> jax.Array:
     """Runs a layer over blocks.
 
@@ -242,15 +243,16 @@ def _block_layer(
         layer: the layer's parameters.
         z: `[B, A, X, D]` states of the slots.
         context: the layer's keys and values of the context, from `context_entries`.
-        is_seen: from `_visibility`.
+        masks: from `_visible_keys`.
         first_position: `[B, A]` int32 position of each anchor.
         config: the architecture.
+        implementation: of `range_attention`.
 
     Returns:
         `[B, A, X, D]`.
     """
     block, attention = config.block, layer["attention"]
-    (B, A, X, _), T = z.shape, context["key"].shape[2]
+    B, A, X, _ = z.shape
     N, H = block.num_attention_heads, block.head_dim
     slots = (first_position[:, :, None] + jnp.arange(X)[None, None]).reshape(B, A * X)
 
@@ -265,37 +267,44 @@ def _block_layer(
     projected = jnp.einsum("BAXD,DKPH->BAXKPH", norm(z, layer["norm_attention"]), attention["qkv"].astype(z.dtype))
     query = turn(norm(projected[..., :-2, :], attention["norm_q"]))
     key, value = turn(norm(projected[..., -2, :], attention["norm_k"])), projected[..., -1, :]
-    # 2. Score the context and the block, masked by the layer's window and direction.
-    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = jnp.concatenate(
-        [einsum("BAXKGH,BKTH->BAKGXT", query, context["key"]), einsum("BAXKGH,BAYKH->BAKGXY", query, key)], axis=-1
+    # 2. Attend to the context and, as keys that no other block attends to, to the block.
+    by_head = lambda x: jnp.moveaxis(x, 3, 1)  # `[B, A, X, K, ...]` to `[B, K, A, X, ...]`
+    query = by_head(query)
+    output = range_attention(
+        query.reshape(B, -1, A * X, *query.shape[4:]),
+        context["key"],
+        context["value"],
+        masks[0],
+        scale=block.softmax_scale(H),
+        own=OwnKeys(by_head(key), by_head(value), masks[1]),
+        implementation=implementation,
     )
-    mask = jnp.concatenate([is_seen[0], jnp.broadcast_to(is_seen[1], (B, A, X, X))], axis=-1)[:, :, None, None]
-    weights = jax.nn.softmax(jnp.where(mask, scores * block.softmax_scale(H), -jnp.inf), axis=-1).astype(z.dtype)
-    # 3. Sum the weighted values, then apply the feed-forward layer.
-    output = jnp.einsum("BAKGXT,BKTH->BAXKGH", weights[..., :T], context["value"])
-    output += jnp.einsum("BAKGXY,BAYKH->BAXKGH", weights[..., T:], value)
+    # 3. Apply the output projection and the feed-forward layer.
+    output = jnp.moveaxis(output, 1, 2)
     z += output.reshape(B, A, X, N * H) @ attention["output"].reshape(N * H, -1).astype(z.dtype)
     dense = jax.tree.map(lambda matrix: matrix.astype(z.dtype), layer["dense"])
     gated = jnp.einsum("BAXD,DPF->PBAXF", norm(z, layer["norm_feed_forward"]), dense["gate_up"])
     return z + (jax.nn.silu(gated[0]) * gated[1]) @ dense["down"]
 
 
-def _visibility(
-    config: DFlashConfig, index: int, anchors: jax.Array, segment_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns masks of the context positions `[B, A, X, T]` and the slots `[1, 1, X, X]` that each slot attends to."""
-    window, anchor = config.windows[index], anchors[:, :, None, None]
+def _visible_keys(
+    config: DFlashConfig, index: int, anchors: jax.Array, position: jax.Array
+) -> tuple[KeyRanges, jax.Array]:
+    """Returns the context's keys that each slot attends to `[B, A * X, 1]`, and a mask of slots `[B, A * X, X]`.
+
+    `position [B, A]` is the position of each anchor in its document.
+    """
+    window, anchor = config.windows[index], anchors[:, :, None]
     slots = jnp.arange(config.block_size)
     distance = slots[:, None] - slots[None, :]
     sees_block = distance >= 0 if config.is_causal[index] else jnp.ones_like(distance, bool)
-    column = jnp.arange(segment_ids.shape[1])[None, None, None]
-    document = jnp.take_along_axis(segment_ids, anchors, axis=1)[:, :, None, None]
-    sees_context = (column < anchor) & (segment_ids[:, None, None] == document)
+    # The context begins with the anchor's document, or with the window.
+    first = jnp.broadcast_to(anchor - position[:, :, None], (*anchors.shape, config.block_size))
     if window and config.window_from_anchor:
-        sees_context &= column >= anchor - window
+        first = jnp.maximum(first, anchor - window)
     elif window:
-        sees_context = sees_context & (column > anchor + slots[None, None, :, None] - window)
+        first = jnp.maximum(first, anchor + slots[None, None] - window + 1)
         sees_block &= jnp.abs(distance) < window
-    shape = (*anchors.shape, config.block_size, segment_ids.shape[1])
-    return jnp.broadcast_to(sees_context, shape), sees_block[None, None]
+    last = jnp.broadcast_to(anchor - 1, first.shape)
+    ranges = KeyRanges(*(each.reshape(len(anchors), -1, 1) for each in (first, last)))
+    return ranges, jnp.tile(sees_block, (*anchors.shape, 1))

@@ -1,5 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, 2405.04434) in expanded and absorbed form, with its sparse indexer."""
 
+import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +19,10 @@ from pallas_kernels.append_latents import append_latents
 from pallas_kernels.append_latents import choose_implementation as choose_append
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
 from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.range_attention import KeyRanges, chosen_keys
 from pallas_kernels.rotation import rotate
+
+MAX_SCORES = 1 << 26  # maximum number of index scores in memory at once (256 MiB in float32), for long rows
 
 
 class Indexer(nn.Module):
@@ -61,22 +65,58 @@ class Indexer(nn.Module):
     ) -> Masks:
         """Narrows the masks to each query's best `index_topk` keys over all sources. Ties go to the earlier key.
 
+        No gradient flows through the selection. The first mask of a long row is `KeyRanges`. Its queries are scored in
+        blocks, and `KeyRanges.chosen` holds the selection, so that nothing is stored per pair of tokens.
+
         Args:
             x: `[B, T, D]` input of the layer.
             query_latent: `[B, T, q_lora_rank]` normalised latent of the queries.
             keys: `[B, S, I]` index keys of each source, converted to x's dtype.
-            masks: `[B, T, S]` bool mask of each source.
+            masks: the mask of each source.
         """
-        config = self.config
-        J, width = config.index_n_heads, config.index_head_dim
-        total = sum(mask.shape[-1] for mask in masks)
+        (B, T, _), topk, first = x.shape, self.config.index_topk, masks[0]
+        is_long = isinstance(first, KeyRanges)
+        widths = [keys[0].shape[1] if is_long else first.shape[-1], *(mask.shape[-1] for mask in masks[1:])]
         # If there are at most `index_topk` keys, all are selected.
-        if total <= config.index_topk:
+        if sum(widths) <= topk:
             return masks
+        if is_long:
+            # Score as many queries at a time as fit into memory.
+            size = min(T, max(1, MAX_SCORES // (B * self.config.index_n_heads * sum(widths))))
+            arrays = jax.lax.stop_gradient((x, query_latent, view.angles, keys[1:], masks))
+            blocks = jax.tree.map(lambda array: _split(array, size), arrays)
+
+            def best_keys(block: Any) -> jax.Array:
+                x, query_latent, angles, own_keys, masks = block
+                return self._best_keys(x, query_latent, angles, (keys[0], *own_keys), masks)
+
+            best = jax.lax.map(best_keys, blocks)
+            best = jnp.moveaxis(best, 0, 1).reshape(B, -1, topk)[:, :T]
+            is_best = lambda column: (best == column).any(axis=-1, keepdims=True)
+            own = (mask & is_best(column) for column, mask in enumerate(masks[1:], widths[0]))
+            return first._replace(chosen=best), *own
+        # Mark the best keys over all sources, then split the marks by source.
+        marks = chosen_keys(self._best_keys(x, query_latent, view.angles, keys, masks), sum(widths))
+        ends = [0, *itertools.accumulate(widths)]
+        return tuple(mask & marks[..., a:b] for mask, a, b in zip(masks, ends[:-1], ends[1:], strict=True))
+
+    def _best_keys(
+        self,
+        x: jax.Array,
+        query_latent: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        keys: tuple[jax.Array, ...],
+        masks: Masks,
+    ) -> jax.Array:
+        """Returns each query's best keys `[B, T, index_topk]` int32, as columns of all sources.
+
+        The arguments are those of `select`. Masked keys come last.
+        """
         # Compute narrow queries and one weight per head.
-        B, T, _ = x.shape
+        config, (B, T, _) = self.config, x.shape
+        J, width = config.index_n_heads, config.index_head_dim
         q = self._product(query_latent, self.query_up).reshape(B, T, J, width)
-        q = rotate(q, view.angles, interleaved=config.indexer_rope_interleave)
+        q = rotate(q, angles, interleaved=config.indexer_rope_interleave)
         weights = self._product(x, self.head_weights).astype(jnp.float32) * (width * J) ** -0.5
 
         def score(key: jax.Array, mask: jax.Array) -> jax.Array:
@@ -86,15 +126,16 @@ class Indexer(nn.Module):
             scores = jnp.einsum("BTJS,BTJ->BTS", products.reshape(B, T, J, -1), weights)
             return jnp.where(mask, scores, -jnp.inf)
 
+        masks = tuple(mask.dense(keys[0].shape[1]) if isinstance(mask, KeyRanges) else mask for mask in masks)
+
         scores = jnp.concatenate([score(key, mask) for key, mask in zip(keys, masks, strict=True)], axis=-1)
-        # Mark the best keys over all sources, then split the marks by source.
-        _, best = jax.lax.top_k(scores, config.index_topk)
-        places = jnp.arange(B)[:, None, None], jnp.arange(T)[None, :, None], best
-        is_best = jnp.zeros((B, T, total), bool).at[places].set(True)
-        ends = [0]
-        for mask in masks:
-            ends.append(ends[-1] + mask.shape[-1])
-        return tuple(mask & is_best[..., a:b] for mask, a, b in zip(masks, ends[:-1], ends[1:], strict=True))
+        return jax.lax.top_k(scores, config.index_topk)[1]
+
+
+def _split(array: jax.Array, size: int) -> jax.Array:
+    """Splits the rows of `array [B, T, ...]` into blocks `[T / size, B, size, ...]`, and pads the last one."""
+    padded = jnp.pad(array, ((0, 0), (0, -array.shape[1] % size), *((0, 0),) * (array.ndim - 2)))
+    return jnp.moveaxis(padded.reshape(len(array), -1, size, *array.shape[2:]), 1, 0)
 
 
 class LatentAttention(nn.Module):
