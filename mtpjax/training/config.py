@@ -299,7 +299,6 @@ class TrainConfig:
             (self.trains != "detached", "trains on a frozen trunk: trains must be 'modules', not 'detached'"),
             (self.num_depths >= least, f"needs num_depths of at least {least}, not {self.num_depths}"),
             (not self.model, "does not use MTP modules: do not set model.num_mtp_modules"),
-            (not check_mapping("mesh", self.mesh), "trains on one device: leave out mesh"),
             (self.attention_layout == "ttt", "trains as it decodes: attention_layout must be 'ttt'"),
             (self.remat == "none", "has a frozen trunk, whose layers have no backward pass: remat must be 'none'"),
         ):
