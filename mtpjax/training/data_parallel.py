@@ -2,8 +2,8 @@
 
 A trunk layer is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
 (`mtpjax.models.sharding.gather_layers`). The backward pass also reduce-scatters the layer's gradients. The embedding,
-the head, and the MTP modules or the drafter are gathered once per update. Experts are also sharded over the axis "expert". They are not
-gathered; instead, rows are sent to them.
+the head, and the MTP modules or the drafter are gathered once per update. Experts are also sharded over the axis
+"expert". They are not gathered; instead, rows are sent to them.
 """
 
 import functools
