@@ -8,14 +8,17 @@ import numpy as np
 import optax
 import pytest
 
-from mtpjax import TrainConfig, compat
+from mtpjax import TrainConfig, compat, load_drafter, train
 from mtpjax.data.packing import Batch
+from mtpjax.io.checkpoint import save_model
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.trunk import stack_layers
+from mtpjax.training import Callback
 from mtpjax.training.data_parallel import shard_batch, shard_train_state
 from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.train_state import init_train_state
+from tests.helpers import training_runs
 from tests.helpers.new_drafters import KIND_SETTINGS, LEVELS, V, new_drafter
 
 UPDATES, ROWS, LENGTH = 50, 8, 12
@@ -95,3 +98,89 @@ def test_updates_on_a_mesh_are_those_of_one_device(method, axes, small, batches,
     large = [leaf for leaf in jax.tree.leaves((params, optimizer)) if leaf.shape in matrices]
     assert len(large) >= 3 * len(matrices)
     assert all(parts * leaf.addressable_shards[0].data.size <= leaf.size for leaf in large)
+
+
+# Runs: a small trunk of bytes.
+
+
+@pytest.fixture(scope="module")
+def origin(small, tmp_path_factory):
+    """A folder with a dense trunk and one with experts, and text."""
+    folder = tmp_path_factory.mktemp("origin")
+    for attention in ("grouped", "latent"):
+        save_model(folder / attention, *small(attention, vocab_size=256, num_mtp_modules=0))
+    training_runs.write_corpus(folder / "text")
+    return folder
+
+
+def configured(origin, output, method, **changes):
+    own = {"drafter": method, **KIND_SETTINGS[method]}
+    settings = {
+        "init_from": str(origin / "grouped"), "data": str(origin / "text"), "output": str(output), "steps": 6,
+        "batch_size": 8, "num_depths": LEVELS, "draft_vocab_size": 40, "plot_formats": (), "save_every": 3,
+    }  # fmt: skip
+    return TrainConfig(**training_runs.SETTINGS | settings | own | changes)
+
+
+class Stop(Exception):
+    """Ends a run as a kill would, after its state is saved."""
+
+
+class Interrupt(Callback):
+    def after_update(self, event):
+        if event.step == 4:
+            raise Stop
+
+
+RESUMED = [("medusa", FOUR, {}), ("dspark", EIGHT, {}), ("eagle3", FOUR, {"trunk_states_dtype": "fp8_e4m3"})]
+
+
+@pytest.mark.parametrize(
+    ("method", "axes", "changes"),
+    [RESUMED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in RESUMED[1:])],
+    ids=str,
+)
+def test_a_run_on_a_mesh_resumes_and_is_saved_as_on_one_device(method, axes, changes, origin, tmp_path):
+    """The bits of an unbroken run, the losses and texts of one device, and the drafter in the usual files."""
+    if changes:
+        changes = changes | {"trunk_states": str(tmp_path / "states")}
+    run = lambda name, axes, **more: train(
+        configured(origin, tmp_path / name, method, mesh=axes, **changes), evaluations=1, **more
+    )
+    whole = run("whole", axes)
+    with pytest.raises(Stop):
+        run("broken", axes, callbacks=[Interrupt()])
+    resumed = run("broken", axes, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, whole.draft_params, resumed.draft_params)
+    files = [sorted((tmp_path / name / "drafter").iterdir()) for name in ("whole", "broken")]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
+    # One device has the same losses, and its drafter's files have the same numbers.
+    single = run("single", {})
+    found, wanted = (training_runs.losses(result.history) for result in (whole, single))
+    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
+    drafter, draft_params = load_drafter(tmp_path / "whole", model=whole.model)
+    assert drafter.architecture == single.drafter.architecture
+    jax.tree.map(np.testing.assert_array_equal, draft_params, jax.device_get(whole.draft_params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), draft_params, single.draft_params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "axes", "trunk"), [("eagle3", EXPERTS, "latent"), ("dflash", EIGHT, "grouped")], ids=str
+)
+def test_the_panel_of_a_mesh_is_that_of_one_device(method, axes, trunk, origin, tmp_path):
+    """Its prompts are decoded with the whole trunk on every device."""
+    settings = {"steps": 1, "panel_prompts": 4, "init_from": str(origin / trunk)}
+    results = [
+        train(configured(origin, tmp_path / name, method, mesh=mesh, **settings), evaluations=1)
+        for name, mesh in (("mesh", axes), ("single", {}))
+    ]
+    mesh, single = (result.panel.to_json() for result in results)
+    assert mesh["decoded"]["overall"].keys() == {"greedy", "sampled"}
+    found, wanted = (jax.tree.leaves(panel) for panel in (mesh, single))
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_experts_that_a_mesh_does_not_divide_are_refused(origin, tmp_path):
+    with pytest.raises(ValueError, match="mesh axis expert = 2 does not divide the model's n_routed_experts 0"):
+        train(configured(origin, tmp_path, "medusa", mesh={"expert": 2}))
