@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, use_abstract_mesh
 
-from mtpjax import TrainConfig, compat, load_drafter, train
+from mtpjax import ModelConfig, MTPModel, TrainConfig, compat, load_drafter, train
 from mtpjax.data.packing import Batch
+from mtpjax.evaluation.compiled_call import h100_mesh
 from mtpjax.io.checkpoint import save_model
-from mtpjax.models.params import is_of_modules
+from mtpjax.models.params import is_of_modules, param_shapes
+from mtpjax.models.sharding import param_shardings
 from mtpjax.models.trunk import stack_layers
 from mtpjax.training import Callback
-from mtpjax.training.data_parallel import shard_batch, shard_train_state
+from mtpjax.training.data_parallel import row_spec, shard_batch, shard_train_state, sharded_trunk_states
 from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.train_state import init_train_state
@@ -184,3 +187,24 @@ def test_the_panel_of_a_mesh_is_that_of_one_device(method, axes, trunk, origin, 
 def test_experts_that_a_mesh_does_not_divide_are_refused(origin, tmp_path):
     with pytest.raises(ValueError, match="mesh axis expert = 2 does not divide the model's n_routed_experts 0"):
         train(configured(origin, tmp_path, "medusa", mesh={"expert": 2}))
+
+
+@pytest.mark.h100
+def test_an_unrolled_trunk_is_gathered_layer_by_layer():
+    """Compiled for H100s: a device holds about two layers of sixteen, besides the embedding and the states."""
+    config = ModelConfig(
+        vocab_size=256, hidden_size=1024, num_hidden_layers=16, num_attention_heads=8, intermediate_size=4096
+    )
+    mesh, shapes = h100_mesh({"fsdp": 8}), param_shapes(config)
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=sharding),
+        shapes,
+        param_shardings(shapes, mesh),
+    )
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32, sharding=NamedSharding(mesh, row_spec(mesh)))
+    settings = {"model": MTPModel(config, implementation="xla"), "mesh": mesh, "layer_ids": (2, 8, 13)}
+    with use_abstract_mesh(mesh.abstract_mesh):
+        compiled = sharded_trunk_states.lower(params, tokens, tokens, **settings).compile()
+    layer = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes["trunk"]["layer_0"]))
+    print(f"temporary memory: {(temp := compiled.memory_analysis().temp_size_in_bytes) / layer:.1f} layers")
+    assert temp < 3 * layer
