@@ -83,7 +83,7 @@ class TrainConfig:
             (`mtpjax.training.hidden_state_cache`). Runs with the same trunk and rows can share it. None: every step
             runs the trunk. Needs `trains="modules"`.
         trunk_states_dtype: dtype of the cached states: "float32"; "bfloat16", which halves the disk space; or
-            "fp8_e4m3" with a scale per token, which takes about a quarter and rounds to 3 bits of mantissa.
+            "fp8_e4m3" with a scale per token, which takes about a quarter and keeps 4 significant bits.
         output: run folder to write (`mtpjax.training.run_dir`).
         data: file or folder to train on. None: the standard library of the running Python. The suffix of a file
             decides whether it is read as text or as records with texts or conversations (`mtpjax.data.config.Source`).
