@@ -31,8 +31,8 @@ from mtpjax.evaluation.intervals import Estimate, estimate_from, resampled_weigh
 from mtpjax.evaluation.metrics import decoded_rates
 from mtpjax.io.checkpoint import save_model
 from mtpjax.models.params import is_of_modules
-from mtpjax.training.trainer import TrainResult
 from mtpjax.training.cost import seconds_per_update
+from mtpjax.training.trainer import TrainResult
 
 RESULT = RESULTS / "drafters_on_mesh.json"
 NUM_DRAFTS, PROMPT_TOKENS, NEW_TOKENS = 4, 64, 64
