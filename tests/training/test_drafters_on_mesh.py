@@ -147,10 +147,13 @@ def test_a_run_on_a_mesh_resumes_and_is_saved_as_on_one_device(method, axes, cha
     """The bits of an unbroken run, the losses and texts of one device, and the drafter in the usual files."""
     if changes:
         changes = changes | {"trunk_states": str(tmp_path / "states")}
-    run = lambda name, axes, **more: train(
-        configured(origin, tmp_path / name, method, mesh=axes, **changes), evaluations=1, **more
-    )
-    whole = run("whole", axes)
+
+    def run(name, axes, prompts=0, **more):
+        config = configured(origin, tmp_path / name, method, mesh=axes, panel_prompts=prompts, **changes)
+        return train(config, evaluations=1, **more)
+
+    whole = run("whole", axes, prompts=2)
+    assert whole.panel.decoded["overall"]["greedy"].accept_length >= 1
     with pytest.raises(Stop):
         run("broken", axes, callbacks=[Interrupt()])
     resumed = run("broken", axes, resume=True)
