@@ -228,7 +228,7 @@ def extend_and_read(
         The outputs at the newest committed slot for the head and for the next level, each `[B, 1, D]`, and all outputs
         for the next module, `[B, K + M, D]`.
     """
-    drafter_state, num_positions = state.drafter, view.mask.shape[1]
+    drafter_state, num_positions = state.drafter, view.angles[0].shape[1]
     hidden = network.input_hidden(drafter_state.hidden[:, :num_positions])
     start = drafter_state.hidden_start
     output, chained = extend_module(network, caches, index, hidden, chained_hidden, tokens, start, view)
@@ -246,7 +246,7 @@ def run_over_drafts(
     `chained_hidden [B, f, D]` are the module outputs from which the tokens were drafted. Replaces the module's cache in
     the list, and returns the outputs for the head and for the next level, both `[B, f, D]`.
     """
-    f, width = tokens.shape[1], view.mask.shape[1]
+    f, width = tokens.shape[1], view.angles[0].shape[1]
     view = of_drafter(view, shift=index + 1)
     output, chained, layers = network.run(
         index, pad_rows(chained_hidden, width), pad_rows(tokens, width), view, caches[index].layers

@@ -91,11 +91,17 @@ class Trunk(nn.Module):
                 (x, selection), _ = scan(period_layers, (x, selection), view)
             return x, None, ()
         # Unrolled layers each have their own parameters and their own part of the cache.
-        layers, states, update = [], {}, None
+        layers, states, update, block_type = [], {}, None, Block
+        is_sharded = num_shards("fsdp") > 1
         for index, kind in enumerate(config.trunk_kinds):
             if index in layer_ids:
                 states[index] = x if update is None else x + update.total()
-            block = Block(config, kind, self.implementation, name=f"layer_{index}")
+            if is_sharded:
+                # A separate drafter trains. A layer is gathered after the previous layer's attention. Without this
+                # dependency, XLA may gather all layers at once.
+                gather = lambda params, x=x: gather_layers(jax.lax.optimization_barrier((params, x))[0], config)
+                block_type = nn.map_variables(Block, "params", trans_in_fn=gather)
+            block = block_type(config, kind, self.implementation, name=f"layer_{index}")
             x, update, entries, selection = block(x, view, cache.layers[index] if cache else None, selection, update)
             layers.append(entries)
         cache = cache.replace(layers=tuple(layers)) if cache else None

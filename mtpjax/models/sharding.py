@@ -28,6 +28,8 @@ PARAMETER_AXES = (
     (r"experts/down$", ("expert", "ffn", "embed")),
     (r"experts/gate_up_bias$", ("expert", None, "ffn")),
     (r"experts/down_bias$", ("expert", None)),
+    # The other matrices of a separate drafter. They are gathered whole, so the split axis does not matter.
+    (r"^drafter/(?!.*(scale|bias)(_\d+)?$)", ("embed",)),
 )
 
 CACHE_AXES = {name: axes for kind in ATTENTION_KINDS.values() for name, axes in kind.cache_axes.items()}

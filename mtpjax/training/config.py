@@ -82,7 +82,8 @@ class TrainConfig:
         trunk_states: folder in which to cache the frozen trunk's hidden states
             (`mtpjax.training.hidden_state_cache`). Runs with the same trunk and rows can share it. None: every step
             runs the trunk. Needs `trains="modules"`.
-        trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16", which halves the disk space.
+        trunk_states_dtype: dtype of the cached states: "float32"; "bfloat16", which halves the disk space; or
+            "fp8_e4m3" with a scale per token, which takes about a quarter and keeps 4 significant bits.
         output: run folder to write (`mtpjax.training.run_dir`).
         data: file or folder to train on. None: the standard library of the running Python. The suffix of a file
             decides whether it is read as text or as records with texts or conversations (`mtpjax.data.config.Source`).
@@ -166,7 +167,7 @@ class TrainConfig:
     trains: Literal["all", "modules", "detached"] = "all"
     trunk_dtype: Literal["float32", "bfloat16", "stored"] = "float32"
     trunk_states: str | None = None
-    trunk_states_dtype: Literal["float32", "bfloat16"] = "float32"
+    trunk_states_dtype: Literal["float32", "bfloat16", "fp8_e4m3"] = "float32"
     output: str = "runs/train"
     data: str | None = None
     pattern: str = "*"
@@ -299,7 +300,6 @@ class TrainConfig:
             (self.trains != "detached", "trains on a frozen trunk: trains must be 'modules', not 'detached'"),
             (self.num_depths >= least, f"needs num_depths of at least {least}, not {self.num_depths}"),
             (not self.model, "does not use MTP modules: do not set model.num_mtp_modules"),
-            (not check_mapping("mesh", self.mesh), "trains on one device: leave out mesh"),
             (self.attention_layout == "ttt", "trains as it decodes: attention_layout must be 'ttt'"),
             (self.remat == "none", "has a frozen trunk, whose layers have no backward pass: remat must be 'none'"),
         ):

@@ -2,8 +2,8 @@
 
 A trunk layer is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
 (`mtpjax.models.sharding.gather_layers`). The backward pass also reduce-scatters the layer's gradients. The embedding,
-the head and the MTP modules are gathered once per update. Experts are also sharded over the axis "expert". They are not
-gathered; instead, rows are sent to them.
+the head, and the MTP modules or the drafter are gathered once per update. Experts are also sharded over the axis
+"expert". They are not gathered; instead, rows are sent to them.
 """
 
 import functools
@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtpjax import compat, distributed
+from mtpjax.models.forward import trunk_states
+from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import param_shardings, shard_params
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.train_state import trainable_params
@@ -33,14 +36,27 @@ def make_run_mesh(config: TrainConfig) -> Mesh | None:
     return compat.make_mesh(sizes, devices) if len(devices) > 1 else None
 
 
+def row_spec(mesh: Mesh) -> PartitionSpec:
+    """Returns the partition spec of rows `[B, ...]`, which are split over all axes."""
+    return PartitionSpec(mesh.axis_names)
+
+
 def shard_batch(arrays: Any, mesh: Mesh) -> Any:
     """Shards the rows of arrays over the mesh.
 
     Args:
         arrays: tree of arrays `[B, ...]`; every process has the whole batch.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.tree.map(lambda rows: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__), arrays)
+    return jax.tree.map(lambda rows: shard_rows(rows.shape, rows.__getitem__, mesh), arrays)
+
+
+def shard_rows(shape: tuple[int, ...], read: Callable[[Any], np.ndarray], mesh: Mesh) -> jax.Array:
+    """Makes an array `[B, ...]` that is sharded by rows, from the parts that this process's devices need.
+
+    Args:
+        read: returns the part at an index, which is a tuple of slices.
+    """
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, row_spec(mesh)), read)
 
 
 def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformation, trains: str) -> Any:
@@ -71,14 +87,8 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
     """
     sum_over_devices = functools.partial(jax.lax.psum, axis_name=mesh.axis_names)
 
-    # First gather the parameters that the trunk's scan does not gather layer by layer.
-    def gather(path, shard, spec):
-        if _is_gathered_by_layer(path) or "fsdp" not in spec:
-            return shard
-        return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
-
     # Each device has the gradients for its local rows. Sum them over the devices that hold the same shard. Over fsdp,
-    # one reduce-scatter sums and splits; the trunk's scan has already done this for its layers. Experts already have
+    # one reduce-scatter sums and splits; the trunk has already done this for its layers. Experts already have
     # the sum over the expert axis, because rows were sent to them.
     def scatter(path, gradient, spec):
         if "fsdp" in spec and not _is_gathered_by_layer(path):
@@ -87,22 +97,22 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
         return jax.lax.psum(gradient, others) if others else gradient
 
     def compute_batch_gradients(params, batch, *numbers):
-        specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(params, mesh))
+        specs = _param_specs(params, mesh)
         trainable = trainable_params(specs, trains)
 
         # Each device's losses are shares of the batch's losses (they use the batch's target counts), so their sum over
         # the devices is the loss of the batch.
         def on_device(shards, batch, *numbers):
             (loss, losses), gradients = compute_gradients(
-                jax.tree_util.tree_map_with_path(gather, shards, specs),
+                _gather_params(shards, specs),
                 batch,
                 *numbers,
                 sum_over_devices=sum_over_devices,
             )
             return sum_over_devices((loss, losses)), jax.tree_util.tree_map_with_path(scatter, gradients, trainable)
 
-        # Rows are split over all axes; scalars and target counts are the same on every device.
-        rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
+        # Scalars and target counts are the same on every device.
+        rows, replicated = row_spec(mesh), PartitionSpec()
         in_specs = (specs, rows, *(replicated for _ in numbers))
         out_specs = (replicated, trainable)
         local = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -111,6 +121,36 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
     return compute_batch_gradients
 
 
+@functools.partial(jax.jit, static_argnames=("model", "mesh", "layer_ids"))
+def sharded_trunk_states(
+    params: dict, tokens: jax.Array, segment_ids: jax.Array, *, model: MTPModel, mesh: Mesh, layer_ids: tuple[int, ...]
+) -> jax.Array:
+    """Runs `trunk_states` for rows that are sharded over the mesh, with the same arguments and result."""
+    specs = _param_specs(params, mesh)
+
+    def on_device(shards, tokens, segment_ids):
+        return trunk_states(_gather_params(shards, specs), tokens, segment_ids, model=model, layer_ids=layer_ids)
+
+    rows = row_spec(mesh)
+    local = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, rows, rows), out_specs=rows, check_vma=False)
+    return local(params, tokens, segment_ids)
+
+
+def _param_specs(params: dict, mesh: Mesh) -> dict:
+    return jax.tree.map(lambda sharding: sharding.spec, param_shardings(params, mesh))
+
+
+def _gather_params(shards: dict, specs: dict) -> dict:
+    """Gathers the parameters that the trunk does not gather layer by layer."""
+
+    def gather(path, shard, spec):
+        if _is_gathered_by_layer(path) or "fsdp" not in spec:
+            return shard
+        return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
+
+    return jax.tree_util.tree_map_with_path(gather, shards, specs)
+
+
 def _is_gathered_by_layer(path) -> bool:
-    """Returns whether a parameter belongs to a layer that the trunk's scan gathers."""
+    """Returns whether a parameter belongs to a layer that the trunk gathers when it runs."""
     return path[0].key == "trunk"

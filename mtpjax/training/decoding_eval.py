@@ -6,6 +6,7 @@ import time
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from mtpjax.compat import make_mesh
 from mtpjax.data.packing import draw_prompts
@@ -108,16 +109,12 @@ class PanelDecoder:
         begin = time.perf_counter()
         # Training stacks the trunk's layers for a scan; decoding runs them unrolled.
         model, params = self.model, unstack_layers(params, self.model.config) if self.is_stacked else params
-        # Decoding does not shard over "fsdp" and would replicate the parameters. Use this axis as "tensor" instead,
-        # which shards heads and columns.
-        if (mesh := mesh_of(params["embedding"])) is not None:
-            sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
-            decoding_mesh = make_mesh(sizes, list(mesh.devices.flat))
-            model, params = shard_for_decoding(model, params, decoding_mesh, allow_copies=True)
         # Use only full batches, so that decoding compiles for one batch size.
         chosen = self.prompts[: len(self.prompts) // batch_prompts * batch_prompts if is_last else batch_prompts]
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
+            if (mesh := mesh_of(params["embedding"])) is not None:
+                model, params = shard_for_decoding(model, params, self._decoding_mesh(mesh), allow_copies=True)
             decoded, counts = self._decode(model, params, chosen, 2 * batch_prompts)
             # Several processes measure no speed-up, because their clocks differ.
             if is_last and self.drafter is None and not is_multiprocess():
@@ -128,6 +125,15 @@ class PanelDecoder:
         self.expected_seconds = time.perf_counter() - begin
         self.seconds_spent += self.expected_seconds
         return decoded
+
+    def _decoding_mesh(self, mesh: Mesh) -> Mesh:
+        """Returns the mesh on which to decode, which has the devices of the training mesh.
+
+        Decoding does not shard over "fsdp" and would replicate the parameters. Use this axis as "tensor" instead, which
+        shards heads and columns. A separate drafter needs the whole trunk on every device and splits only the rows.
+        """
+        sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
+        return make_mesh(sizes if self.drafter is None else {"data": mesh.size}, list(mesh.devices.flat))
 
     def _decode(self, model: MTPModel, params: dict, chosen, batch_size: int):
         """Returns the metrics by category and kind, with the rounds `[P]` and accepted drafts `[P, K]` of each."""

@@ -14,6 +14,7 @@ from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.training.anchors import MAX_ANCHORS, anchor_terms, keep_anchors, to_rows
+from mtpjax.training.fp8_states import dequantise_states
 from mtpjax.training.losses import (
     BatchTotals,
     LossInputs,
@@ -163,6 +164,7 @@ def _forward(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
     if states is None:
         states = trunk_states(params, tokens, segment_ids, model=model, layer_ids=read_layers(drafter))
     else:
+        states = dequantise_states(states, model.config.hidden_size) if states.dtype == jnp.uint8 else states
         states = states.astype(model.dtype or params["embedding"].dtype)
     targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
     is_valid, confidence = keep_anchors(is_valid, anchors), None

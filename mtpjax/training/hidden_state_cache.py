@@ -1,17 +1,22 @@
 """Caches the hidden states of a frozen trunk on disk, so that drafters train without running the trunk.
 
     manifest.json          identity of trunk and rows, and the sha256 of every complete file
-    000000.npy …           blocks of final hidden states `[rows, T, D]`; bfloat16 is stored as its bits, in uint16
+    000000.npy …           blocks of final hidden states `[rows, T, D]`; bfloat16 is stored as its bits, in uint16, and
+                           fp8 with its scales (`mtpjax.training.fp8_states`)
     000000.layer2.npy …    the states that enter layer 2, for the same rows
     .lock                  held while a process checks or computes blocks
 
 Files are written atomically, so a run that was killed continues after its last complete block. Runs with the same trunk
 and rows can share a folder, even if drafters, objectives, depths, batch sizes and seeds differ. A run computes only
 the layers that it reads and that the cache does not hold yet.
+
+If a run has several processes, each computes, writes and checks other blocks, and reads only the rows of its devices.
+The files do not depend on the number of processes. They must be on a file system that all processes share.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import pathlib
@@ -33,9 +38,12 @@ from mtpjax.io.checkpoint_format import file_digest
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, is_of_modules
+from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.safe_open import read_json_file
 from mtpjax.training import run_dir
+from mtpjax.training.data_parallel import shard_batch, sharded_trunk_states
+from mtpjax.training.fp8_states import SCALE_BYTES, quantise_states
 from mtpjax.training.log import progress_display
 
 MANIFEST_FILE = "manifest.json"
@@ -61,18 +69,25 @@ class HiddenStateCache:
 
     Args:
         files: the files of each block, in order, with one file per kind of state. They are memory-mapped.
-        dtype: dtype of the states.
+        dtype: "float32", "bfloat16" or "fp8_e4m3".
         rows_per_block: number of rows in every block except the last, which may have fewer.
     """
 
     def __init__(self, files: list[list[pathlib.Path]], dtype: str, rows_per_block: int):
-        self.blocks = [[np.load(file, mmap_mode="r").view(jnp.dtype(dtype)) for file in block] for block in files]
+        form = jnp.uint8 if dtype == "fp8_e4m3" else jnp.dtype(dtype)
+        self.blocks = [[np.load(file, mmap_mode="r").view(form) for file in block] for block in files]
         self.rows_per_block = rows_per_block
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """The shape of the states of one row."""
+        return self.blocks[0][0].shape[1], sum(states.shape[2] for states in self.blocks[0])
 
     def take(self, row_indices: np.ndarray) -> np.ndarray:
         """Returns the states for `row_indices [B]`, laid out as in `trunk_states`.
 
-        The shape is `[B, T, (n + 1) * D]`, with the states of the n layers first and the final states last.
+        The shape is `[B, T, (n + 1) * D]`, with the states of the n layers first and the final states last; in fp8,
+        `[B, T, (n + 1) * (D + 4)]` (`mtpjax.training.fp8_states`).
         """
         size = self.rows_per_block
         return np.stack(
@@ -82,7 +97,8 @@ class HiddenStateCache:
 
 def bytes_per_token(model: MTPModel, dtype: str, layer_ids: tuple[int, ...] = ()) -> int:
     """Returns how many bytes of disk space the states of one token take."""
-    return (len(layer_ids) + 1) * model.config.hidden_size * jnp.dtype(dtype).itemsize
+    D = model.config.hidden_size
+    return (len(layer_ids) + 1) * (D + SCALE_BYTES if dtype == "fp8_e4m3" else D * jnp.dtype(dtype).itemsize)
 
 
 def open_hidden_state_cache(
@@ -115,28 +131,39 @@ def open_hidden_state_cache(
     pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
     # A block holds a whole number of passes, at least one. An existing manifest keeps its own block size.
     rows_per_block = batch_size * max(1, BLOCK_BYTES // pass_bytes)
-    # All processes compute together, and only the first one reads and writes the folder.
-    with distributed.in_main_process(_lock_and_check, folder, identity, rows_per_block, rows, layer_ids) as opened:
+    compute = _make_compute(params, model, dtype, layer_ids)
+    own, count, kinds = jax.process_index(), jax.process_count(), len(layer_ids) + 1
+    # The first process locks the folder and writes the manifest.
+    with distributed.in_main_process(_lock_folder, folder, identity, rows_per_block) as opened:
         folder, manifest = pathlib.Path(opened[0]), opened[1]
         size, digests = manifest["rows_per_block"], manifest["blocks"]
         names = _file_names(manifest, rows, layer_ids)
+        tokens = size * rows.tokens.shape[1]
+        _drop_damaged_files(folder, list(itertools.chain(*names)), digests, tokens_per_file=tokens // kinds)
         missing = [number for number, files in enumerate(names) if not digests.keys() >= set(files)]
-        # Record each block in the manifest as soon as it is complete, so that an interruption loses at most one block.
-        with _block_progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
-            for done, number in enumerate(missing, len(names) - len(missing)):
+        # Each process computes a different block. Record the blocks in the manifest as soon as they are complete, so
+        # that an interruption loses at most one block of each process.
+        turns = [missing[first : first + count] for first in range(0, len(missing), count)]
+        with _block_progress("computing the trunk's states", len(missing), tokens) as tick:
+            for turn, numbers in enumerate(turns):
                 if distributed.any_process(should_stop()):
+                    done = len(names) - len(missing) + turn * count
                     raise Preempted(
                         f"stopped by a signal with {done} of {len(names)} blocks in {folder}: continue with resume"
                     )
-                block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
-                states = _compute_block(params, block, model, batch_size, dtype, layer_ids)
-                if distributed.is_main_process():
+                ranges = [(number * size, min((number + 1) * size, len(rows.tokens))) for number in numbers]
+                states, written = _compute_blocks(compute, rows, ranges, batch_size), {}
+                with distributed.raise_together(OSError(f"another process cannot write to {folder}")):
                     # Keep existing files, because another run may have mapped them.
-                    for name, part in zip(names[number], np.split(states, len(layer_ids) + 1, axis=-1), strict=True):
-                        if name not in digests:
-                            digests[name] = _write_block(folder / name, np.ascontiguousarray(part))
+                    if own < len(numbers):
+                        parts = zip(names[numbers[own]], np.split(states, kinds, axis=-1), strict=True)
+                        new = {name: np.ascontiguousarray(part) for name, part in parts if name not in digests}
+                        written = {name: _write_block(folder / name, part) for name, part in new.items()}
+                for each in distributed.gather_values(written):
+                    digests.update(each)
+                if distributed.is_main_process():
                     write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
-                tick()
+                tick(len(numbers))
         distributed.barrier("trunk states")
     return HiddenStateCache([[folder / name for name in files] for files in names], dtype, size)
 
@@ -149,19 +176,13 @@ def _file_names(manifest: Mapping[str, Any], rows: Batch, layer_ids: tuple[int, 
 
 
 @contextlib.contextmanager
-def _lock_and_check(
-    folder, identity: dict[str, Any], rows_per_block: int, rows: Batch, layer_ids: tuple[int, ...]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Locks a folder, and yields its path and its manifest without the damaged files that this run would read."""
+def _lock_folder(folder, identity: dict[str, Any], rows_per_block: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Locks a folder, and yields its path and its manifest."""
     with run_dir.lock_folder(folder, wait=True) as folder:
         # Remove files that a killed process left incomplete.
         for file in folder.glob(".tmp-*"):
             file.unlink()
-        manifest = _open_manifest(folder, identity, rows_per_block)
-        names = [name for files in _file_names(manifest, rows, layer_ids) for name in files]
-        tokens_per_file = manifest["rows_per_block"] * rows.tokens.shape[1] // (len(layer_ids) + 1)
-        _drop_damaged_files(folder, names, manifest["blocks"], tokens_per_file=tokens_per_file)
-        yield str(folder), manifest
+        yield str(folder), _open_manifest(folder, identity, rows_per_block)
 
 
 class _StackedLayers:
@@ -239,28 +260,66 @@ def _drop_damaged_files(
     folder: pathlib.Path, names: list[str], digests: dict[str, str | None], *, tokens_per_file: int
 ) -> None:
     """Removes files from `digests` that are missing or differ from their digest; checks only those in `names`."""
-    names = [name for name in names if name in digests]
-    progress = _block_progress("checking the trunk's states", len(names), tokens_per_file)
+    # Each process reads a share of the files.
+    names = [name for name in names if name in digests][jax.process_index() :: jax.process_count()]
+    progress, damaged = _block_progress("checking the trunk's states", len(names), tokens_per_file), []
     with ThreadPoolExecutor() as pool, progress as tick:
         for name, found in zip(names, pool.map(lambda name: file_digest(folder / name, folder), names), strict=True):
             if found != digests[name]:
                 problem = "is missing" if found is None else "differs from what was written"
                 log.warning("%s %s: computing it again", folder / name, problem)
-                del digests[name]
-            tick()
+                damaged.append(name)
+            tick(1)
+    for name in itertools.chain(*distributed.gather_values(damaged)):
+        del digests[name]
 
 
-def _compute_block(
-    params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype: str, layer_ids: tuple[int, ...]
+def _make_compute(
+    params: dict, model: MTPModel, dtype: str, layer_ids: tuple[int, ...]
+) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+    """Returns a function from tokens and segment ids `[B, T]` to states in their stored form, on the params' mesh."""
+    mesh, settings = mesh_of(params["embedding"]), {"model": model, "layer_ids": layer_ids}
+
+    def compute(*rows: np.ndarray) -> jax.Array:
+        if mesh is None:
+            states = trunk_states(params, *rows, **settings)
+        else:
+            states = sharded_trunk_states(params, *shard_batch(rows, mesh), mesh=mesh, **settings)
+        return quantise_states(states, model.config.hidden_size) if dtype == "fp8_e4m3" else states.astype(dtype)
+
+    return compute
+
+
+def _compute_blocks(
+    compute: Callable[[np.ndarray, np.ndarray], jax.Array], rows: Batch, ranges: list[tuple[int, int]], batch_size: int
 ) -> np.ndarray:
-    """Computes the states `[rows, T, (n + 1) * D]` of a block, in passes over `batch_size` rows."""
-    passes, last = [], len(rows.tokens) - 1
-    for first in range(0, last + 1, batch_size):
+    """Computes one block per process at once, in passes over `batch_size` rows.
+
+    Args:
+        ranges: first row and end of each block, for the processes in order. Further processes have no block.
+
+    Returns:
+        The states `[rows, T, ...]` of this process's block.
+    """
+    # A pass's rows are split over the devices in order, so each process gets the rows of its block.
+    share, passes = batch_size // jax.process_count(), []
+    ranges = ranges + [ranges[-1]] * (jax.process_count() - len(ranges))
+    for first in range(0, max(end - begin for begin, end in ranges), share):
         # The last pass repeats the last row, so that all passes have one shape.
-        taken = np.minimum(np.arange(first, first + batch_size), last)
-        states = trunk_states(params, rows.tokens[taken], rows.segment_ids[taken], model=model, layer_ids=layer_ids)
-        passes.append(states.astype(dtype))
-    return np.concatenate(jax.device_get(distributed.gather_processes(passes)))[: last + 1]
+        taken = [np.minimum(np.arange(begin + first, begin + first + share), end - 1) for begin, end in ranges]
+        passes.append(compute(*(array[np.concatenate(taken)] for array in (rows.tokens, rows.segment_ids))))
+    begin, end = ranges[jax.process_index()]
+    return np.concatenate([_own_rows(states) for states in passes])[: end - begin]
+
+
+def _own_rows(states: jax.Array) -> np.ndarray:
+    """Returns the rows of an array that are on this process's devices."""
+    shards = [(shard.index[0].indices(len(states)), shard) for shard in states.addressable_shards]
+    begin, end = min(cut[0] for cut, _ in shards), max(cut[1] for cut, _ in shards)
+    own = np.empty((end - begin, *states.shape[1:]), states.dtype)
+    for (first, last, _), shard in shards:
+        own[(slice(first - begin, last - begin), *shard.index[1:])] = shard.data
+    return own
 
 
 def _write_block(path: pathlib.Path, states: np.ndarray) -> str | None:
@@ -279,17 +338,17 @@ def _write_block(path: pathlib.Path, states: np.ndarray) -> str | None:
 
 
 @contextlib.contextmanager
-def _block_progress(task: str, total: int, tokens_per_block: int) -> Iterator[Callable[[], None]]:
-    """Shows progress over `total` blocks. Yields a function to call after each block."""
+def _block_progress(task: str, total: int, tokens_per_block: int) -> Iterator[Callable[[int], None]]:
+    """Shows progress over `total` blocks. Yields a function to call with the number of blocks that are done."""
     if not total:
-        yield lambda: None
+        yield lambda count: None
         return
     begin = shown = time.perf_counter()
     done = 0
 
-    def tick() -> None:
+    def tick(count: int) -> None:
         nonlocal done, shown
-        done, now = done + 1, time.perf_counter()
+        done, now = done + count, time.perf_counter()
         # Print at most one line every PROGRESS_INTERVAL seconds, and one after the last block.
         if done == total or now - shown >= PROGRESS_INTERVAL:
             shown, rate = now, done * tokens_per_block / (now - begin)

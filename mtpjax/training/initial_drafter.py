@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax import distributed
 from mtpjax.data.draft_vocabulary import choose_vocabulary
 from mtpjax.drafters.files.write import find_form
 from mtpjax.drafters.forward import draft_heads
@@ -163,11 +164,17 @@ def add_new_drafter(
 def save_trained_drafter(
     output: pathlib.Path, params: dict, drafter: TrainedDrafter, method: DraftMethod
 ) -> pathlib.Path:
-    """Saves a trained drafter in the run folder, in the format that `find_form` chooses; replaces an older one."""
+    """Saves a trained drafter in the run folder, in the format that `find_form` chooses; replaces an older one.
+
+    All processes must call it. The first one writes.
+    """
     path, unfinished = output / DRAFTER_FOLDER, output / f".{DRAFTER_FOLDER}-new"
-    shutil.rmtree(unfinished, ignore_errors=True)
     form = find_form(method, drafter.architecture, has_draft_ids=DRAFT_IDS in params)
-    save_drafter(unfinished, drafter, DraftParams.of(params), format=form, method=method)
-    shutil.rmtree(path, ignore_errors=True)
-    unfinished.rename(path)
+    draft_params = distributed.gather_processes(DraftParams.of(params))
+    with distributed.raise_together(OSError(f"process 0 cannot write {path}; see its error message")):
+        if distributed.is_main_process():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            save_drafter(unfinished, drafter, draft_params, format=form, method=method)
+            shutil.rmtree(path, ignore_errors=True)
+            unfinished.rename(path)
     return path

@@ -48,6 +48,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
         if config.trunk_dtype == "bfloat16":
             trunk = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trunk, is_leaf=is_scaled)
+        _check_experts(config, model)
         bare = dataclasses.replace(model.config, num_mtp_modules=0)
         return MTPModel(bare, implementation=config.implementation), lambda: trunk
     existing = model.config.num_mtp_modules
@@ -74,14 +75,19 @@ def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
     return config.num_depths if model.config.num_mtp_modules or not config.draft_method.is_of_model else 0
 
 
+def _check_experts(config: TrainConfig, model: MTPModel) -> None:
+    """Raises `ValueError` if the mesh does not divide the experts."""
+    parts, experts = dict(config.mesh).get("expert", 1), model.config.n_routed_experts
+    if experts % parts or (parts > 1 and not experts):
+        raise ValueError(f"mesh axis expert = {parts} does not divide the model's n_routed_experts {experts}")
+
+
 def _check_modules_and_experts(config: TrainConfig, model: MTPModel) -> None:
     """Raises `ValueError` if nothing would be trained, a setting is unused, or the mesh does not divide the experts.
 
     Warns about modules that have no loss.
     """
-    parts, experts = dict(config.mesh).get("expert", 1), model.config.n_routed_experts
-    if experts % parts or (parts > 1 and not experts):
-        raise ValueError(f"mesh axis expert = {parts} does not divide the model's n_routed_experts {experts}")
+    _check_experts(config, model)
     modules = model.config.num_mtp_modules
     if config.trains == "modules" and not modules:
         raise ValueError("trains='modules' needs a model with MTP modules, and this one has 0 (model.num_mtp_modules)")

@@ -101,7 +101,7 @@ def train_step(
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1, for the objective's warm-up.
         states: `[B, T, D]` cached hidden states of a frozen trunk, or `[B, T, (n + 1) * D]` with the states of the n
-            layers that the drafter reads (`mtpjax.models.forward.trunk_states`); None: the trunk runs.
+            layers that the drafter reads (`trunk_states`), or `quantise_states` of them (uint8). None: the trunk runs.
         spec: what is trained and how.
         optimizer: from `make_optimizer`.
 

@@ -52,6 +52,17 @@ def test_the_benchmark_of_the_engine_on_a_gpu_runs_with_its_server():
 
 
 @pytest.mark.slow
+def test_drafters_are_compared_on_a_mesh(tmp_path):
+    folder = tmp_path / "model"
+    train(TrainConfig(preset="tiny", steps=4, batch_size=2, row_length=64, panel_prompts=0, output=str(folder)))
+    arguments = ("--model", str(folder), "--methods", "medusa", "--output", str(tmp_path / "rows.json"))
+    code, output, errors = run_quick("training.drafters_on_mesh", *arguments)
+    assert code == 0, output[-2000:] + errors[-2000:]
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["largest_relative_difference_of_a_loss"] < 1e-5 and row["difference"]["value"] == 0
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_the_adaptive_depth_runs(tmp_path):
     train(TrainConfig(preset="tiny", steps=4, batch_size=2, row_length=64, panel_prompts=0, output=str(tmp_path)))
     code, output, errors = run_quick("decoding.bench_adaptive", "--model", str(tmp_path))

@@ -26,9 +26,9 @@ def settings(kind, **changes):
 
 
 @functools.cache
-def new_drafter(small, kind, is_reduced=True):
+def new_drafter(small, kind, is_reduced=True, attention="grouped"):
     """A trunk with a new drafter beside it, whose residual layers are not zero."""
-    model, params = small(num_mtp_modules=0)
+    model, params = small(attention, num_mtp_modules=0)
     ids = DRAFT_IDS_OF_TESTS if is_reduced else None
     config = settings(kind, draft_vocab_size=0 if ids is None else len(ids))
     drafter = training.new_drafter(config, model.config)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import socket
 import subprocess
@@ -11,8 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from mtpjax import TrainConfig, check_acceptance, compat, distributed, load, train
+from mtpjax import TrainConfig, check_acceptance, compat, distributed, load, load_drafter, train
 from mtpjax.data import packing
+from mtpjax.io.checkpoint import save_model
+from mtpjax.training import hidden_state_cache
 from mtpjax.training.data_parallel import shard_batch
 from mtpjax.training.log import read_metrics
 from mtpjax.training.run_dir import METRICS_FILE, RunError
@@ -94,6 +97,9 @@ class Processes:
     def losses(self):
         return training_runs.read_losses(self.output)
 
+    def metrics(self):
+        return read_metrics(self.output / METRICS_FILE)
+
     def wait_for(self, step):
         deadline = time.monotonic() + 120
         while max(self.losses(), default=0) < step:
@@ -117,8 +123,8 @@ class Processes:
 def launch(text, tmp_path):
     with contextlib.ExitStack() as stack:
 
-        def start(**changes):
-            run = Processes(tmp_path, text, **changes)
+        def start(folder=tmp_path, **changes):
+            run = Processes(folder, text, **changes)
             stack.callback(run.end)
             return run
 
@@ -146,12 +152,48 @@ def test_processes_that_split_the_model_train_evaluate_and_save_it(launch, unbro
     errors = [process.communicate(timeout=200)[1] for process in run.both]
     assert [process.returncode for process in run.both] == [0, 0], errors
     assert_close(run.losses(), unbroken)
-    rows = [row["eval"] for row in read_metrics(run.output / METRICS_FILE) if "eval" in row]
+    rows = [row["eval"] for row in run.metrics() if "eval" in row]
     assert rows[-1]["decoded"]["overall"]["greedy"]["real"] >= 1
     # The model of both drafts in one process as it did, and its arrays are in parts.
     assert check_acceptance(run.output, *load(run.output)) == []
     embedding = run.output / "checkpoint" / "params" / "embedding"
     assert len([file for file in embedding.iterdir() if file.name[0] != "."]) == 2
+
+
+@pytest.mark.slow
+def test_processes_train_a_drafter_on_states_that_they_share(launch, small, text, tmp_path, monkeypatch):
+    """Two processes write the states that one reads, and read those of one; and a killed one loses nothing."""
+    save_model(tmp_path / "trunk", *small(vocab_size=256, num_mtp_modules=0))
+    settings = {"drafter": "eagle3", "init_from": str(tmp_path / "trunk"), "draft_vocab_size": 40, "panel_prompts": 2}
+    alone = functools.partial(TrainConfig, data=text, plot_formats=(), **SETTINGS | settings)
+    config = alone(output=str(tmp_path / "one"), trunk_states=str(tmp_path / "of-one"))
+    result = train(config, evaluations=1)
+    # Two processes, from the first block to the drafter's files.
+    run = launch(axis="fsdp", trunk_states=tmp_path / "of-two", plot_formats="[]", **settings)
+    errors = [process.communicate(timeout=300)[1] for process in run.both]
+    assert [process.returncode for process in run.both] == [0, 0], errors
+    assert "computing the trunk's states" in errors[0]
+    assert_close(run.losses(), training_runs.losses(result.history))
+    drafter, draft_params = load_drafter(run.output, model=result.model)
+    assert drafter == result.drafter
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), draft_params, result.draft_params)
+    panels = [[row["eval"] for row in rows if "eval" in row][-1] for rows in (run.metrics(), result.history)]
+    found, wanted = (panel["decoded"]["overall"]["greedy"]["real"] for panel in panels)
+    assert found == pytest.approx(wanted)
+    # One process reads all blocks of two.
+    names = {file.name for file in (tmp_path / "of-one").iterdir()}
+    assert names == {file.name for file in (tmp_path / "of-two").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(hidden_state_cache, "_compute_blocks", None)
+        train(alone(output=str(tmp_path / "again"), trunk_states=str(tmp_path / "of-two"), steps=1), evaluations=1)
+    # Two processes read all blocks of one, until one is killed. The other goes on.
+    settings |= {"panel_prompts": 0, "plot_formats": "[]", "trunk_states": tmp_path / "of-one"}
+    run = launch(folder=tmp_path / "killed", **settings)
+    run.wait_for(5)
+    run.both[1].send_signal(signal.SIGKILL)
+    error = run.both[0].communicate(timeout=60)[1]
+    assert run.both[0].returncode == 75 and "computing the trunk's states" not in error, error[-3000:]
+    assert_close(run.goes_on_alone(), training_runs.losses(result.history))
 
 
 @pytest.mark.slow

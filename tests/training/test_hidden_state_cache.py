@@ -6,22 +6,27 @@ import errno
 import functools
 import itertools
 import threading
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import MTPModel, Objective, TrainConfig, forward
+from mtpjax import MTPModel, Objective, TrainConfig, compat, forward
 from mtpjax.data import packing
 from mtpjax.data.config import Source
 from mtpjax.errors import Preempted
 from mtpjax.io import checkpoint
 from mtpjax.models.forward import trunk_states
+from mtpjax.models.sharding import shard_params
 from mtpjax.models.trunk import stack_layers
 from mtpjax.training import hidden_state_cache, run_dir
+from mtpjax.training.fp8_states import dequantise_states, quantise_states
 from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.hidden_state_cache import HiddenStateCacheError, open_hidden_state_cache
+from mtpjax.training.run import Run
 from mtpjax.training.run_sizes import compute_run_sizes
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.train_state import TrainState, init_train_state
@@ -70,6 +75,79 @@ def test_states_are_those_of_the_trunks_pass(dtype, post_norm, rows, small, tmp_
     each = hidden_state_cache.bytes_per_token(model, dtype)
     assert sum(array.nbytes for (array,) in stored.blocks) == each * rows.tokens.size
     assert len(stored.blocks) == (3 if dtype == "float32" else 2)  # the last is not full
+
+
+def test_fp8_states_have_a_scale_for_each_token(rows, small, tmp_path):
+    """States of all magnitudes are right within fp8's rounding, also next to the states of a layer."""
+    model, params = small()
+    params = params | {"embedding": params["embedding"] * jnp.geomspace(1e-3, 1e3, 61)[:, None]}
+    given = {"model": model, "params": params, "layer_ids": (0,)}
+    exact, stored = (read(tmp_path / name, rows, small, dtype=name, **given) for name in ("float32", "fp8_e4m3"))
+    numbers = np.array([10, 3])
+    found, wanted = (cache.take(numbers).reshape(2, LENGTH, 2, -1) for cache in (stored, exact))
+    assert found.dtype == np.uint8 and found[0, 0, 0].nbytes * 2 == hidden_state_cache.bytes_per_token(
+        model, "fp8_e4m3", (0,)
+    )
+    found = dequantise_states(jnp.asarray(found), 32)
+    largest = abs(wanted).max(axis=-1, keepdims=True)
+    assert largest.min() < 1e-2 and largest.max() > 1e2
+    # Half of the last of three bits; below the smallest normal number, half of the smallest subnormal one.
+    assert (abs(found - wanted) <= np.maximum(abs(wanted) * 2**-4, largest / 448 * 2**-10) * (1 + 1e-5)).all()
+    np.testing.assert_array_equal(dequantise_states(quantise_states(jnp.zeros((1, 32)), 32), 32), 0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "attention"), [({"data": 2, "fsdp": 2}, "grouped"), ({"expert": 2, "fsdp": 2}, "latent")], ids=str
+)
+def test_a_mesh_and_one_device_write_and_read_the_same_folder(axes, attention, rows, small, tmp_path, monkeypatch):
+    model, params = small(attention, num_mtp_modules=0)
+    given = {"rows": rows, "small": small, "model": model, "layer_ids": (1,)}
+    mesh = compat.make_mesh(axes)
+    shards = shard_params(params, mesh)
+    wanted = read(tmp_path / "one", params=params, **given).take(np.arange(ROWS))
+    found = read(tmp_path / "mesh", params=shards, **given).take(np.arange(ROWS))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert blocks(tmp_path / "mesh").keys() == blocks(tmp_path / "one").keys()
+    monkeypatch.setattr(hidden_state_cache, "_compute_blocks", None)
+    for folder, other in (("mesh", params), ("one", shards)):
+        read(tmp_path / folder, params=other, **given)
+
+
+@pytest.mark.parametrize("process", [0, 1, 2])
+def test_each_process_gets_the_rows_of_its_block(process, rows, monkeypatch):
+    """Three processes with two blocks, of which the second is not full."""
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(hidden_state_cache, "_own_rows", lambda states: np.split(states, 3)[process])
+    ranges, seen = [(0, 7), (7, 11)], []
+
+    def compute(tokens, segment_ids):
+        seen.append(len(tokens))
+        return tokens
+
+    found = hidden_state_cache._compute_blocks(compute, rows, ranges, 9)
+    begin, end = ranges[min(process, 1)]
+    np.testing.assert_array_equal(found, rows.tokens[begin:end])
+    assert seen == [9, 9, 9]  # seven rows, three at once
+
+
+def test_a_process_reads_the_rows_of_its_devices(rows, small, tmp_path):
+    cache, read_rows = read(tmp_path, rows, small), []
+    mesh = compat.make_mesh({"data": 2, "fsdp": 2})
+
+    class Spy:
+        row_shape = cache.row_shape
+
+        def take(self, row_indices):
+            read_rows.append(row_indices.tolist())
+            return cache.take(row_indices)
+
+    numbers = np.array([10, 0, 3, 7])
+    run: Any = types.SimpleNamespace(trunk_states=Spy(), mesh=mesh)
+    found = Run._read_trunk_states(run, numbers)
+    np.testing.assert_array_equal(found, cache.take(numbers))
+    assert sorted(read_rows) == [[0], [3], [7], [10]]
+    assert found.addressable_shards[0].data.shape == (1, *cache.row_shape)
 
 
 def test_states_of_other_batch_sizes_differ_by_rounding(rows, small, tmp_path):
@@ -141,7 +219,7 @@ def test_runs_that_read_other_layers_share_a_folder(rows, small, tmp_path, monke
     found = read(bare, layer_ids=(2, 0), **given).take(np.arange(ROWS))
     np.testing.assert_array_equal(found, read(whole, layer_ids=(2, 0), **given).take(np.arange(ROWS)))
     # Stacked layers are the same trunk.
-    monkeypatch.setattr(hidden_state_cache, "_compute_block", None)
+    monkeypatch.setattr(hidden_state_cache, "_compute_blocks", None)
     stacked = {**given, "model": model.clone(scan_layers=True), "params": stack_layers(params, model.config)}
     assert read(bare, **stacked).take(np.array([3])).shape == (1, LENGTH, 32)
     assert read(bare, layer_ids=(0, 1, 2), **given).take(np.array([3])).shape == (1, LENGTH, 4 * 32)
@@ -150,7 +228,7 @@ def test_runs_that_read_other_layers_share_a_folder(rows, small, tmp_path, monke
 def test_a_folder_is_computed_once(rows, small, tmp_path, monkeypatch, capsys):
     read(tmp_path, rows, small)
     assert "computing the trunk's states: block 3 of 3 tokens/s=" in capsys.readouterr().err
-    monkeypatch.setattr(hidden_state_cache, "_compute_block", None)
+    monkeypatch.setattr(hidden_state_cache, "_compute_blocks", None)
     other_targets = rows._replace(loss_mask=~rows.loss_mask)
     model, params = small()
     more_modules = {**params, "mtp_0": jax.tree.map(jnp.zeros_like, params["mtp_0"]), "mtp_1": params["mtp_0"]}
@@ -227,8 +305,8 @@ def test_blocks_that_were_complete_are_kept(rows, small, tmp_path, monkeypatch):
         read(folder, rows, small, should_stop=iter([False, True]).__next__)
     (folder / "000002.npy").write_bytes(b"of a process that ended before it wrote the digest down")
     (folder / ".tmp-000002.npy-1").write_bytes(b"half")
-    computed, compute = [], hidden_state_cache._compute_block
-    monkeypatch.setattr(hidden_state_cache, "_compute_block", lambda *given: computed.append(0) or compute(*given))
+    computed, compute = [], hidden_state_cache._compute_blocks
+    monkeypatch.setattr(hidden_state_cache, "_compute_blocks", lambda *given: computed.append(0) or compute(*given))
     read(folder, rows, small)
     assert len(computed) == 1
     assert blocks(folder) == blocks(tmp_path / "whole") and not list(folder.glob(".tmp-*"))
@@ -292,7 +370,7 @@ def test_runs_of_all_seeds_and_objectives_share_a_folder(origin, tmp_path, monke
     pytest.importorskip("grain")
     folder = tmp_path / "states"
     train(configured(origin, tmp_path / "first", num_sources=2, trunk_states=str(folder)), evaluations=1)
-    monkeypatch.setattr(hidden_state_cache, "_compute_block", None)
+    monkeypatch.setattr(hidden_state_cache, "_compute_blocks", None)
     changes = {"num_sources": 2, "seed": 1, "objective": Objective(mix={"lk_hybrid": 1.0}, vocab_chunk=100)}
     config = configured(origin, tmp_path / "stored", trunk_states=str(folder), **changes)
     assert_same(train(config, evaluations=1), train(configured(origin, tmp_path / "plain", **changes), evaluations=1))

@@ -219,7 +219,6 @@ def test_default_layers_fit_every_trunk():
         ({"drafter": "dflash", "draft_num_layers": 0}, "draft_num_layers must be at least 1, not 0"),
         ({"drafter": "dspark", "num_depths": 1}, "needs num_depths of at least 2"),
         ({"model": {"num_mtp_modules": 2}}, "do not set model.num_mtp_modules"),
-        ({"mesh": {"data": 2}}, "leave out mesh"),
         ({"attention_layout": "stream"}, "must be 'ttt'"),
         ({"remat": "layers"}, "has a frozen trunk"),
         ({"num_depths": 0}, "num_depths of at least 1"),
@@ -356,7 +355,7 @@ def test_all_drafters_share_one_folder_of_states(trunk, corpus, tmp_path, monkey
     config = drafter_settings("eagle3", trunk, corpus, tmp_path / "eagle3", trunk_states=folder, steps=1)
     train(config)
     assert compute_run_sizes(config)["bytes of the trunk's states, each token"] == 4 * D * 4
-    monkeypatch.setattr(hidden_state_cache, "_compute_block", None)
+    monkeypatch.setattr(hidden_state_cache, "_compute_blocks", None)
     for kind in KINDS:
         train(drafter_settings(kind, trunk, corpus, tmp_path / f"{kind}-again", trunk_states=folder, steps=1))
     modules = run_settings(corpus, tmp_path / "mtp", num_depths=LEVELS, steps=1)
