@@ -14,6 +14,8 @@ VALUE = re.compile(r"value: <\d+ (?P<name>[\w.\-]+)(?:\{[\d,]*\})? @\d+> \(size=
 # Instructions that move no bytes, and the ones whose bytes belong to the instructions that they call.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
 
+NO_SCOPES = ("while", "body", "closed_call", "checkpoint", "rematted_computation", "shard_map", "cond")
+
 
 class Item(NamedTuple):
     """An array or an instruction.
@@ -23,6 +25,7 @@ class Item(NamedTuple):
         times: how often the instruction runs, or how many arrays of this shape and line there are.
         shape: dtype and sizes.
         run: "forward", "backward" or "recomputed" (for the backward pass).
+        part: part of the model, such as `mtp_0/block/dense`.
         line: file and line of the code.
         is_bound: the instruction is in a loop whose number of turns depends on data, and one turn is counted.
     """
@@ -31,6 +34,7 @@ class Item(NamedTuple):
     times: int
     shape: str
     run: str
+    part: str
     line: str
     is_bound: bool = False
 
@@ -60,17 +64,19 @@ class Module:
         self.by_name = {name: each for part in self.computations.values() for name, each in part.items()}
         self.lines = _lines_of_frames(text)
 
-    def describe(self, name: str) -> tuple[str, str, str]:
-        """Returns shape, run and line of an instruction."""
+    def describe(self, name: str) -> tuple[str, str, str, str]:
+        """Returns shape, run, part and line of an instruction."""
         found = self.by_name[name]
         path = re.search(r'op_name="([^"]*)"', found.rest)
         frame = re.search(r"stack_frame_id=(\d+)", found.rest)
-        run = "forward"
+        run = part = ""
         if path is not None:
+            scopes = [each for each in path[1].split("/")[1:-1] if re.fullmatch("[a-z_0-9]+", each)]
+            part = "/".join(each for each in scopes if each not in NO_SCOPES)
             run = "recomputed" if "rematted" in path[1] else "backward" if "transpose(jvp" in path[1] else "forward"
         shapes = ["{}[{}]".format(*each) for each in ARRAY.findall(found.shape)]
         shape = max(shapes, key=_nbytes, default="")
-        return shape, run, self.lines.get(int(frame[1]), "") if frame is not None else ""
+        return shape, run, part, self.lines.get(int(frame[1]), "") if frame is not None else ""
 
     def largest_traffics(self, count: int) -> list[Item]:
         """Returns the instructions that read and write the most bytes in a run, all turns of loops together."""
@@ -152,7 +158,7 @@ def _lines_of_frames(text: str) -> dict[int, str]:
     for frame, entry in rows.get("StackFrames", {}).items():
         place = rows["FileLocations"][_number("file_location_id", entry)]
         file = rows["FileNames"][_number("file_name_id", place)].strip('"')
-        short = re.sub(r".*/(?=(mtpjax|pallas_kernels|optax)/)", "", file)
+        short = re.sub(r".*/(site-packages/|(?=(mtpjax|pallas_kernels)/))", "", file)
         lines[int(frame)] = f"{short}:{_number(' line', place)}"
     return lines
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.training.train_table import CELLS, compile_update
+from experiments.training.train_table import CELLS, compile_cell
 from mtpjax.evaluation.compiled_call import h100_mesh
 
 MOST = {"16B-A2.4B": {8: 36e9, 64: 23e9}}
@@ -15,8 +15,10 @@ ALL_OF_A_DEVICE = 72e9
 )
 def test_an_update_fits(cell):
     name, config, trains, sizes = cell
-    arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes))
+    found, planned = compile_cell(config, trains, h100_mesh(sizes))
+    arguments, temp, seconds, _ = found
     num_devices = sizes["fsdp"] * sizes.get("expert", 1)
     print(f"{name}, {sizes}: {arguments / 1e9:.2f} + {temp / 1e9:.2f} GB, {seconds:.0f} s")
     assert arguments + temp < ALL_OF_A_DEVICE
+    assert planned.total == pytest.approx(arguments + temp, rel=0.1 if trains == "modules" else 0.05)
     assert temp < MOST.get(name, {}).get(num_devices, ALL_OF_A_DEVICE)
