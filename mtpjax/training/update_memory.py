@@ -37,6 +37,7 @@ class UpdateShape:
         vocab_chunk: as in `Objective`; None means the choice for a GPU.
         itemsize: bytes of a number that layers compute with.
         is_accumulated: the update sums the gradients of several forward passes.
+        expert_parts: devices over which the experts are split; `estimate_update` sets it.
     """
 
     tokens: int
@@ -47,6 +48,7 @@ class UpdateShape:
     vocab_chunk: int | None = None
     itemsize: int = 2
     is_accumulated: bool = False
+    expert_parts: int = 1
 
 
 class UpdateMemory(NamedTuple):
@@ -94,6 +96,7 @@ def estimate_update(config: ModelConfig, params: dict, sizes: Mapping[str, int],
     Returns:
         The bytes per device.
     """
+    shape = dataclasses.replace(shape, expert_parts=sizes.get("expert", 1))
     leaves = list(_leaves(params, sizes, shape))
 
     def total(field: str, chosen: Callable[[_Leaf], bool] = lambda leaf: True) -> float:
@@ -231,7 +234,7 @@ def _backward_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape) ->
     width += FLOAT32 * keys_and_values
     # The gradients of gate and up, as two arrays and joined.
     width += shape.itemsize * 4 * inner
-    return shape.tokens * width + _score_bytes(config, shape) + _expert_bytes(config, kind, shape)
+    return shape.tokens * width + _score_bytes(config, shape) + _expert_bytes(config, kind, shape, 3)
 
 
 def _forward_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape) -> float:
@@ -239,7 +242,7 @@ def _forward_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape) -> 
     queries, keys_and_values, result = _attention_widths(config, kind)
     inner = _feed_forward_width(config, kind)
     width = 3 * config.hidden_size + max(queries + keys_and_values + 2 * result, 3 * inner)
-    return shape.tokens * shape.itemsize * width + _score_bytes(config, shape) + _expert_bytes(config, kind, shape)
+    return shape.tokens * shape.itemsize * width + _score_bytes(config, shape) + _expert_bytes(config, kind, shape, 2)
 
 
 def _score_bytes(config: ModelConfig, shape: UpdateShape) -> float:
@@ -249,12 +252,15 @@ def _score_bytes(config: ModelConfig, shape: UpdateShape) -> float:
     return 3 * FLOAT32 * shape.tokens * shape.row_length * config.num_attention_heads
 
 
-def _expert_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape) -> float:
-    """Returns the bytes of the weights that XLA's experts read: one copy of an expert for each block of rows."""
+def _expert_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape, num_matrices: int) -> float:
+    """Returns the bytes of the weights that XLA's experts read, one copy of a matrix for each block of rows.
+
+    The forward pass has the copies of gate and up at a time, and the backward pass those of all three matrices.
+    """
     if not kind.is_moe:
         return 0
-    blocks = shape.tokens * config.num_experts_per_tok // EXPERT_BLOCK + config.n_routed_experts
-    return shape.itemsize * blocks * 3 * config.hidden_size * config.moe_intermediate_size
+    blocks = shape.tokens * config.num_experts_per_tok // EXPERT_BLOCK + config.n_routed_experts // shape.expert_parts
+    return shape.itemsize * blocks * num_matrices * config.hidden_size * config.moe_intermediate_size
 
 
 def _loss_bytes(config: ModelConfig, shape: UpdateShape) -> float:
