@@ -16,7 +16,7 @@ import jax
 from mtpjax.models.config import LayerKind, ModelConfig, Remat
 from mtpjax.models.masks import MAX_DENSE
 from mtpjax.models.params import is_of_modules
-from mtpjax.models.sharding import num_shards, param_axes, param_spec, path_name
+from mtpjax.models.sharding import num_shards, param_spec, path_name
 from mtpjax.training.position_losses import choose_vocab_chunk
 
 REMATS: tuple[Remat, ...] = get_args(Remat)  # from the fastest to the one that needs the least memory
@@ -81,7 +81,6 @@ class _Leaf(NamedTuple):
     cast: float  # the copy that layers compute with, joined over `fsdp`
     gradient: float  # joined over `fsdp`
     gradient_shard: float
-    gradient_copy: float
 
 
 def estimate_update(config: ModelConfig, params: dict, sizes: Mapping[str, int], shape: UpdateShape) -> UpdateMemory:
@@ -134,7 +133,6 @@ def estimate_update(config: ModelConfig, params: dict, sizes: Mapping[str, int],
             weights = 2 * weights + max(total("gradient", lambda leaf, of=of: leaf.layer == of) for of in layers)
         of_all = total("gradient_shard", lambda leaf: leaf.part == "trunk" or leaf.layer.startswith("mtp_"))
         of_all += total("gradient", lambda leaf: leaf.part in ("embedding", "head"))
-        of_all += total("gradient_copy", lambda leaf: leaf.part == "trunk")
         temps["layer"] = weights + of_all + max(_backward_bytes(config, kind, shape) for kind in kinds)
     return UpdateMemory(
         round(total("arguments")), {name: round(always + kept + nbytes) for name, nbytes in temps.items()}
@@ -175,9 +173,6 @@ def _leaves(params: dict, sizes: Mapping[str, int], shape: UpdateShape) -> Itera
         is_joined = "fsdp" in spec and sizes["fsdp"] > 1
         whole = shard * sizes["fsdp"] if is_joined else shard
         itemsize = FLOAT32 if is_trained else leaf.dtype.itemsize
-        axes = [axis for axis in param_axes(name) if axis]
-        # XLA keeps the sum of a gradient with the axis that `fsdp` splits in front, and copies it at the end.
-        is_copied = is_joined and bool(axes) and axes[0] != "embed"
         yield _Leaf(
             part=part,
             layer="/".join([part, *others[:1]]) if part == "trunk" else part,
@@ -186,7 +181,6 @@ def _leaves(params: dict, sizes: Mapping[str, int], shape: UpdateShape) -> Itera
             cast=whole * shape.itemsize * (leaf.ndim > 1 and (is_joined or itemsize != shape.itemsize)),
             gradient=whole * FLOAT32 * is_trained,
             gradient_shard=shard * FLOAT32 * is_trained,
-            gradient_copy=shard * FLOAT32 * is_trained * is_copied,
         )
 
 
@@ -234,7 +228,7 @@ def _backward_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape) ->
     width += FLOAT32 * keys_and_values
     # The gradients of gate and up, as two arrays and joined.
     width += shape.itemsize * 4 * inner
-    return shape.tokens * width + _score_bytes(config, shape) + _expert_bytes(config, kind, shape, 3)
+    return shape.tokens * width + _score_bytes(config, shape) + _expert_bytes(config, kind, shape, is_backward=True)
 
 
 def _forward_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape) -> float:
@@ -242,7 +236,11 @@ def _forward_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape) -> 
     queries, keys_and_values, result = _attention_widths(config, kind)
     inner = _feed_forward_width(config, kind)
     width = 3 * config.hidden_size + max(queries + keys_and_values + 2 * result, 3 * inner)
-    return shape.tokens * shape.itemsize * width + _score_bytes(config, shape) + _expert_bytes(config, kind, shape, 2)
+    return (
+        shape.tokens * shape.itemsize * width
+        + _score_bytes(config, shape)
+        + _expert_bytes(config, kind, shape, is_backward=False)
+    )
 
 
 def _score_bytes(config: ModelConfig, shape: UpdateShape) -> float:
@@ -252,15 +250,17 @@ def _score_bytes(config: ModelConfig, shape: UpdateShape) -> float:
     return 3 * FLOAT32 * shape.tokens * shape.row_length * config.num_attention_heads
 
 
-def _expert_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape, num_matrices: int) -> float:
-    """Returns the bytes of the weights that XLA's experts read, one copy of a matrix for each block of rows.
-
-    The forward pass has the copies of gate and up at a time, and the backward pass those of all three matrices.
-    """
+def _expert_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape, *, is_backward: bool) -> float:
+    """Returns the bytes of the weights that XLA's experts read, one copy of a matrix for each block of rows."""
     if not kind.is_moe:
         return 0
-    blocks = shape.tokens * config.num_experts_per_tok // EXPERT_BLOCK + config.n_routed_experts // shape.expert_parts
-    return shape.itemsize * blocks * num_matrices * config.hidden_size * config.moe_intermediate_size
+    # The copies of gate and up, which count as two. The backward pass also has those of down, unless the experts are
+    # split: it then makes the copies again. The rows of all devices, the experts' results and a gradient are joined.
+    parts = shape.expert_parts
+    num_matrices = 3 if is_backward and parts == 1 else 2
+    blocks = shape.tokens * config.num_experts_per_tok // EXPERT_BLOCK + config.n_routed_experts // parts
+    width = blocks * num_matrices * config.moe_intermediate_size + 3 * shape.tokens * parts * (parts > 1)
+    return shape.itemsize * width * config.hidden_size
 
 
 def _loss_bytes(config: ModelConfig, shape: UpdateShape) -> float:
