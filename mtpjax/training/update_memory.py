@@ -5,6 +5,7 @@ moments: the losses, the backward pass of an MTP module, and the backward pass o
 sum of the arrays that are in memory then. Compiled updates are compared with it in docs/results/meshes.md.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -18,10 +19,10 @@ from mtpjax.models.masks import MAX_DENSE
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import num_shards, param_spec, path_name
 from mtpjax.training.position_losses import choose_vocab_chunk
+from pallas_kernels.grouped_matmul.reference import blocks_of_rows
 
 REMATS: tuple[Remat, ...] = get_args(Remat)  # from the fastest to the one that needs the least memory
 FLOAT32 = 4  # bytes
-EXPERT_BLOCK = 64  # rows of a block of `grouped_matmul_many_tokens`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +96,11 @@ def estimate_update(config: ModelConfig, params: dict, sizes: Mapping[str, int],
     Returns:
         The bytes per device.
     """
+    return _estimate(config, list(_leaves(params, sizes, shape)), sizes, shape)
+
+
+def _estimate(config: ModelConfig, leaves: list[_Leaf], sizes: Mapping[str, int], shape: UpdateShape) -> UpdateMemory:
     shape = dataclasses.replace(shape, expert_parts=sizes.get("expert", 1))
-    leaves = list(_leaves(params, sizes, shape))
 
     def total(field: str, chosen: Callable[[_Leaf], bool] = lambda leaf: True) -> float:
         return sum(getattr(leaf, field) for leaf in leaves if chosen(leaf))
@@ -106,7 +110,8 @@ def estimate_update(config: ModelConfig, params: dict, sizes: Mapping[str, int],
     # 2. What the forward pass keeps for the trunk's backward pass; nothing if the trunk is frozen.
     kept = 0.0
     if shape.trains != "modules":
-        kept = shape.tokens * sum(_kept_bytes(config, kind, shape) for kind in config.trunk_kinds)
+        kinds_and_numbers = collections.Counter(config.trunk_kinds).items()
+        kept = shape.tokens * sum(number * _kept_bytes(config, kind, shape) for kind, number in kinds_and_numbers)
     # 3. The losses: the gradients of the heads. XLA computes no gradients for frozen ones.
     has_modules = config.num_mtp_modules > 0 and shape.num_depths > 0
     of_heads = total("gradient", lambda leaf: leaf.part == "head" or leaf.part.startswith("mtp_head"))
@@ -122,15 +127,19 @@ def estimate_update(config: ModelConfig, params: dict, sizes: Mapping[str, int],
             inner = _feed_forward_width(config.of_modules, config.mtp_kind)
             temps["module"] += shape.tokens * shape.itemsize * 5 * inner
     # 5. A layer: its weights and all gradients.
-    layers = {leaf.layer for leaf in leaves if leaf.part == "trunk"}
-    weights = max(total("cast", lambda leaf, of=of: leaf.layer == of) for of in layers)
+    casts, whole_gradients = collections.Counter(), collections.Counter()
+    for leaf in leaves:
+        if leaf.part == "trunk":
+            casts[leaf.layer] += leaf.cast
+            whole_gradients[leaf.layer] += leaf.gradient
+    weights = max(casts.values())
     kinds = set(config.trunk_kinds)
     if shape.trains == "modules":
         temps["layer"] = weights + max(_forward_bytes(config, kind, shape) for kind in kinds)
     else:
         # The next layer's weights are joined while a layer runs, and the last layer's gradients are sent in float32.
         if sizes.get("fsdp", 1) > 1:
-            weights = 2 * weights + max(total("gradient", lambda leaf, of=of: leaf.layer == of) for of in layers)
+            weights = 2 * weights + max(whole_gradients.values())
         of_all = total("gradient_shard", lambda leaf: leaf.part == "trunk" or leaf.layer.startswith("mtp_"))
         of_all += total("gradient", lambda leaf: leaf.part in ("embedding", "head"))
         temps["layer"] = weights + of_all + max(_backward_bytes(config, kind, shape) for kind in kinds)
@@ -143,19 +152,20 @@ def choose_remat(
     config: ModelConfig, params: dict, sizes: Mapping[str, int], shape: UpdateShape, memory: float
 ) -> Remat:
     """Chooses the fastest `remat` whose estimate fits into `memory` bytes per device; "layers" if none fits."""
+    leaves = list(_leaves(params, sizes, shape))
     for remat in REMATS:
-        if estimate_update(config, params, sizes, dataclasses.replace(shape, remat=remat)).total <= memory:
+        if _estimate(config, leaves, sizes, dataclasses.replace(shape, remat=remat)).total <= memory:
             return remat
     return REMATS[-1]
 
 
 def longest_row(config: ModelConfig, params: dict, sizes: Mapping[str, int], shape: UpdateShape, memory: float) -> int:
     """Returns the longest row, a multiple of 1,024 tokens, of which each device can have one within `memory` bytes."""
-    low, high = 0, 2**14
+    leaves, low, high = list(_leaves(params, sizes, shape)), 0, 2**14
     while low < high:
         middle = (low + high + 1) // 2
         tried = dataclasses.replace(shape, tokens=1024 * middle, row_length=1024 * middle)
-        fits = estimate_update(config, params, sizes, tried).total <= memory
+        fits = _estimate(config, leaves, sizes, tried).total <= memory
         low, high = (middle, high) if fits else (low, middle - 1)
     return 1024 * low
 
@@ -258,7 +268,7 @@ def _expert_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape, *, i
     # split: it then makes the copies again. The rows of all devices, the experts' results and a gradient are joined.
     parts = shape.expert_parts
     num_matrices = 3 if is_backward and parts == 1 else 2
-    blocks = shape.tokens * config.num_experts_per_tok // EXPERT_BLOCK + config.n_routed_experts // parts
+    _, blocks = blocks_of_rows(shape.tokens * config.num_experts_per_tok, config.n_routed_experts // parts)
     width = blocks * num_matrices * config.moe_intermediate_size + 3 * shape.tokens * parts * (parts > 1)
     return shape.itemsize * width * config.hidden_size
 
