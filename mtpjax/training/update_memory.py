@@ -127,7 +127,7 @@ def _estimate(config: ModelConfig, leaves: list[_Leaf], sizes: Mapping[str, int]
             inner = _feed_forward_width(config.of_modules, config.mtp_kind)
             temps["module"] += shape.tokens * shape.itemsize * 5 * inner
     # 5. A layer: its weights and all gradients.
-    casts, whole_gradients = collections.Counter(), collections.Counter()
+    casts, whole_gradients = collections.defaultdict(float), collections.defaultdict(float)
     for leaf in leaves:
         if leaf.part == "trunk":
             casts[leaf.layer] += leaf.cast
