@@ -126,7 +126,7 @@ class TrainConfig:
         panel_acceptance: acceptance rule for the decoded prompts, as in `DecodeConfig`. It must allow temperature 1.
         accumulation: number of microbatches per update, which run one after the other. This saves memory and changes
             the update only by rounding.
-        remat: what is stored for the backward pass. "none": each layer's matmul outputs and, in rows of more than 1024
+        remat: what is stored for the backward pass. "none": each layer's matmul outputs and, in rows of more than 128
             tokens, the outputs of attention; norms and activations are recomputed. "attention": each layer's input and
             the outputs of attention. "layers": each layer's input. "auto": "none" on a CPU, and on GPUs the first of
             the three whose estimated memory fits. The run's settings hold the choice.

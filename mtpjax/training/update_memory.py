@@ -261,15 +261,16 @@ def _score_bytes(config: ModelConfig, shape: UpdateShape) -> float:
 
 
 def _expert_bytes(config: ModelConfig, kind: LayerKind, shape: UpdateShape, *, is_backward: bool) -> float:
-    """Returns the bytes of the weights that XLA's experts read, one copy of a matrix for each block of rows."""
+    """Returns the bytes of the arrays that XLA's experts make in addition to their inner width."""
     if not kind.is_moe:
         return 0
-    # The copies of gate and up, which count as two. The backward pass also has those of down, unless the experts are
-    # split: it then makes the copies again. The rows of all devices, the experts' results and a gradient are joined.
+    # Each block of rows has a copy of its expert's matrices: of gate and up, which count as two, and in the backward
+    # pass also of down. There are three arrays of all blocks' rows: inputs, results and the gradient.
     parts = shape.expert_parts
-    num_matrices = 3 if is_backward and parts == 1 else 2
-    _, blocks = blocks_of_rows(shape.tokens * config.num_experts_per_tok, config.n_routed_experts // parts)
-    width = blocks * num_matrices * config.moe_intermediate_size + 3 * shape.tokens * parts * (parts > 1)
+    rows, blocks = blocks_of_rows(shape.tokens * config.num_experts_per_tok, config.n_routed_experts // parts)
+    width = blocks * ((3 if is_backward else 2) * config.moe_intermediate_size + 3 * rows)
+    # If experts are split, the rows of all devices, the experts' results and a gradient are joined.
+    width += 3 * shape.tokens * parts * (parts > 1)
     return shape.itemsize * width * config.hidden_size
 
 
@@ -279,6 +280,9 @@ def _loss_bytes(config: ModelConfig, shape: UpdateShape) -> float:
     if columns is None:
         columns = choose_vocab_chunk(shape.tokens, levels, config.vocab_size, platform="gpu")
     columns = columns or config.vocab_size
-    # Each level has logits in float32, their gradient, and hidden states with the sum of their gradient, old and new.
-    width = (FLOAT32 + shape.itemsize) * columns + (shape.itemsize + 2 * FLOAT32) * config.hidden_size
-    return levels * shape.tokens * width
+    # Each level has logits in float32 and hidden states. Each trained level also has the gradient of its logits, and
+    # the sum of its hidden states' gradient, old and new.
+    forward = FLOAT32 * columns + shape.itemsize * config.hidden_size
+    backward = shape.itemsize * columns + 2 * FLOAT32 * config.hidden_size
+    trained = shape.num_depths if shape.trains == "modules" else levels
+    return shape.tokens * (levels * forward + trained * backward)

@@ -37,9 +37,9 @@ def test_the_estimate_is_within_5_percent_of_compiled_updates(file):
         )
         found = estimate_update(CONFIGS[name], shapes[name, trains], row["mesh"], shape)
         assert found.arguments == pytest.approx(row["arguments"], rel=1e-3)
-        # For experts over devices with everything trained, XLA's arrays do not fit together without gaps.
+        # For experts over devices with everything trained, XLA's allocator leaves gaps between the arrays.
         has_gaps = trains == "all" and row["mesh"].get("expert", 1) > 1
-        assert found.total == pytest.approx(row["arguments"] + row["temp"], rel=0.2 if has_gaps else 0.05), row
+        assert found.total == pytest.approx(row["arguments"] + row["temp"], rel=0.07 if has_gaps else 0.05), row
         checked += 1
     assert checked >= 4
 
