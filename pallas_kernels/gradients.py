@@ -1,4 +1,4 @@
-"""Computes gradients of kernels by differentiating plain JAX."""
+"""Computes gradients of kernels by differentiating plain JAX, and marks results to keep for the backward pass."""
 
 import functools
 import inspect
@@ -6,6 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+
+KEPT_RESULT = "kept_result"  # the name that `keep_result` gives, for policies of `jax.checkpoint`
+
+
+def keep_result(result: Any) -> Any:
+    """Marks arrays that cost much more time to compute again than memory to keep, such as the output of attention.
+
+    A policy of `jax.checkpoint` can keep them for the backward pass by the name `KEPT_RESULT`. Elsewhere this changes
+    nothing.
+    """
+    return jax.tree.map(lambda array: checkpoint_name(array, KEPT_RESULT), result)
 
 
 def differentiated_by(plain: Callable[..., Any], num_arrays: int) -> Callable[[Callable[..., Any]], Any]:

@@ -203,7 +203,7 @@ def _by_chunks(hidden, head, targets, *, compares_with_trunk):
             targets[:, None],
             head_of=(0,) * len(hidden),
             vocab_chunk=8192,
-            compares_with_trunk=compares_with_trunk,
+            compares="all" if compares_with_trunk else "none",
             implementation="xla",
         )
         return terms.cross_entropy.sum() + terms.kl.sum() - terms.overlap.sum()

@@ -1,46 +1,39 @@
 """Lists what an update needs on meshes of H100s: memory per device (compiled, not run).
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
-        python -m experiments.training.train_table [--long]
+        python -m experiments.training.train_table [--long] [--remat none] [--largest 10]
 
 A 16B-A2.4B model is trained as a whole, in float32 with AdamW. For DeepSeek-V3, only the MTP module is trained, on its
 frozen fp8 trunk. Layers compute in bfloat16 and are recomputed for the backward pass. Each device has one row, and the
 losses are computed over 8192 columns of the vocabulary at a time. All kernels are XLA's.
 
 `--long` compiles updates of a dense 1B with one module on one H100 instead, for rows of up to 131,072 tokens.
+`--largest` lists the largest temporary arrays and the largest memory traffics of those with 4,096 and 32,768 tokens.
 """
 
 import argparse
 import dataclasses
-import functools
 import pathlib
 import sys
-import time
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import Mesh
 from rich.console import Console
 
 from experiments.common import RESULTS
 from experiments.common.results import about, write
 from experiments.gpu.bench_gpu import MODELS
 from experiments.kernels.bytes_moved import LITE
-from mtpjax import ModelConfig, MTPModel, TrainConfig, presets
+from experiments.training.largest import Module, largest_temporaries
+from mtpjax import ModelConfig, presets
 from mtpjax.console import narrow_table
-from mtpjax.data.packing import Batch
-from mtpjax.evaluation import plan
 from mtpjax.evaluation.compiled_call import h100_mesh, stored_shapes
-from mtpjax.models.params import is_of_modules, param_shapes
-from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import mesh_text, param_shardings
-from mtpjax.models.trunk import stack_layers
-from mtpjax.training.gradients import TrainSpec
-from mtpjax.training.step import make_optimizer, train_step
-from mtpjax.training.train_state import init_train_state, trainable_params
+from mtpjax.models.config import Remat
+from mtpjax.models.sharding import mesh_text
+from mtpjax.training.compiled_update import CompiledUpdate, compile_update
+from mtpjax.training.update_memory import UpdateMemory, UpdateShape, estimate_update
 
 RESULT = RESULTS / "train_table.json"
 TOKENS, VOCAB_CHUNK = 4096, 8192
@@ -54,106 +47,94 @@ CELLS: tuple[tuple[str, ModelConfig, Trained, dict[str, int]], ...] = (
 )
 
 
-LONG_RESULT = RESULTS / "train_long.json"
+LONG_RESULT, LARGEST_RESULT = RESULTS / "train_long.json", RESULTS / "train_largest.json"
 LONG: tuple[tuple[Trained, int], ...] = (
     *(("modules", tokens) for tokens in (4096, 16384, 32768, 131072)),
     *(("all", tokens) for tokens in (4096, 16384, 32768)),
 )
 
 
-class CompiledUpdate(NamedTuple):
-    """A compiled update.
-
-    Attributes:
-        arguments: bytes per device of parameters, optimizer and batch.
-        temp: bytes per device of temporary memory.
-        seconds: CPU seconds of the compilation.
-        text: the compiled module.
-    """
-
-    arguments: int
-    temp: int
-    seconds: float
-    text: str
-
-
-def compile_update(config: ModelConfig, trains: Trained, mesh: Mesh, *, num_tokens: int = TOKENS) -> CompiledUpdate:
-    """Compiles an update.
+def compile_cell(
+    config: ModelConfig,
+    trains: Trained,
+    mesh: Mesh,
+    *,
+    num_tokens: int = TOKENS,
+    remat: Remat = "layers",
+    compiler_options: dict[str, str | bool] | None = None,
+) -> tuple[CompiledUpdate, UpdateMemory]:
+    """Compiles an update with one row of `num_tokens` tokens on each device, and estimates its memory.
 
     Args:
         config: the model's config.
         trains: "all", or "modules" on a frozen trunk in fp8.
-        mesh: of devices to compile for, such as `h100_mesh`; each has one row.
+        mesh: of devices to compile for, such as `h100_mesh`.
         num_tokens: tokens of a row.
+        remat: as in `TrainConfig`.
+        compiler_options: options for XLA.
     """
-    model = MTPModel(config, scan_layers=True, implementation="xla", remat=True, dtype=jnp.bfloat16)
-    settings = TrainConfig(trains=trains)
-    objective, optimizer = dataclasses.replace(settings.objective, vocab_chunk=VOCAB_CHUNK), make_optimizer(settings)
+    shape = UpdateShape(tokens=num_tokens, row_length=num_tokens, trains=trains, remat=remat, vocab_chunk=VOCAB_CHUNK)
+    params = stored_shapes(config, has_fp8=trains == "modules")
+    found = compile_update(config, params, mesh, shape, compiler_options=compiler_options)
+    return found, estimate_update(config, params, dict(mesh.shape), shape)
 
-    def widen(tree):
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree, is_leaf=is_scaled)
 
-    def make(params):
-        params = {name: widen(leaf) if is_of_modules(name) else leaf for name, leaf in params.items()}
-        return init_train_state(stack_layers(params, config), optimizer, trains)
+def _largest(update: CompiledUpdate, dumped: pathlib.Path, count: int) -> dict[str, list[dict[str, Any]]]:
+    """Lists the largest temporary arrays and traffics of an update that was compiled with `xla_dump_to`."""
+    module = Module(update.text)
+    found = {"temporaries": largest_temporaries(module, dumped, count), "traffics": module.largest_traffics(count)}
+    return {name: [item._asdict() for item in items] for name, items in found.items()}
 
-    state = jax.eval_shape(make, param_shapes(config) if trains == "all" else stored_shapes(config, has_fp8=True))
-    # Moments have the layout of their parameters.
-    replicated, rows = (NamedSharding(mesh, PartitionSpec(*names)) for names in ((), (mesh.axis_names,)))
-    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    params = jax.tree.map(place, state.params, param_shardings(state.params, mesh))
-    moments = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda leaf, param: place(leaf, param.sharding),
-        state.optimizer,
-        trainable_params(params, trains),
-        transform_non_params=lambda leaf: place(leaf, replicated),
-    )
-    state = state.replace(params=params, optimizer=moments, step=place(state.step, replicated))
-    shape = mesh.size, num_tokens
-    arrays: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.int32, bool)]
-    batch = Batch(*arrays)
-    numbers = [jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)] * 3
-    spec = TrainSpec(model=model, num_depths=1, objective=objective, trains=trains, mesh=mesh)
-    step = functools.partial(train_step, spec=spec, optimizer=optimizer)
-    shardings = (jax.tree.map(lambda leaf: leaf.sharding, state), replicated)
-    begin = time.process_time()
-    with use_abstract_mesh(mesh.abstract_mesh):
-        jitted = jax.jit(step, donate_argnames="state", out_shardings=shardings)
-        compiled = jitted.lower(state, batch, *numbers).compile()
-    memory = compiled.memory_analysis()
-    assert memory is not None, "XLA reports no memory for this platform"
-    seconds = time.process_time() - begin
-    return CompiledUpdate(memory.argument_size_in_bytes, memory.temp_size_in_bytes, seconds, str(compiled.as_text()))
+
+def _largest_table(title: str, items: Sequence[Mapping[str, Any]]):
+    table = narrow_table(title)
+    for heading in ("GB", "times", "array", "pass", "part", "code"):
+        table.add_column(heading, justify="right" if heading in ("GB", "times") else "left")
+    for item in items:
+        size = ("at least " if item["is_bound"] else "") + f"{item['nbytes'] / 1e9:.2f}"
+        table.add_row(size, str(item["times"]), item["shape"], item["run"], item["part"], item["line"])
+    return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the cells and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true", help="the dense 1B with rows of different lengths")
+    parser.add_argument("--remat", choices=get_args(Remat), default="layers", help="(default: %(default)s)")
+    parser.add_argument("--largest", type=int, default=0, metavar="N", help="list the N largest arrays and traffics")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write (default: in experiments/results)")
     options = parser.parse_args(argv)
-    output = options.output or (LONG_RESULT if options.long else RESULT)
+    default = LARGEST_RESULT if options.largest else LONG_RESULT if options.long else RESULT
     cells: list[tuple[str, ModelConfig, Trained, dict[str, int], int]] = [(*cell, TOKENS) for cell in CELLS]
-    if options.long:
+    if options.long or options.largest:
         config = dataclasses.replace(MODELS["1B"], max_position_embeddings=131072)
-        cells = [("1B", config, trains, {"fsdp": 1}, tokens) for trains, tokens in LONG]
+        lengths = [cell for cell in LONG if not options.largest or cell[1] in (4096, 32768)]
+        cells = [("1B", config, trains, {"fsdp": 1}, tokens) for trains, tokens in lengths]
     description = about(argv)
     rows: list[dict[str, Any]] = []
     table = narrow_table("an update on H100s: compiled, not run; GB per device")
-    for heading in ("model", "trains", "mesh", "tokens", "arguments", "planned", "temp", "CPU s"):
+    for heading in ("model", "trains", "mesh", "tokens", "arguments", "planned", "temp", "planned", "error", "CPU s"):
         table.add_column(heading, justify="right")
+    console = Console(width=None if sys.stdout.isatty() else 160)
     for number, (name, config, trains, sizes, tokens) in enumerate(cells, start=1):
         print(f"{number}/{len(cells)} {name}, {sizes}, {tokens} tokens", file=sys.stderr, flush=True)
-        arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes), num_tokens=tokens)
-        planned = plan.train_bytes(stored_shapes(config, has_fp8=trains == "modules"), sizes, trains=trains)
-        row = {"model": name, "trains": trains, "mesh": sizes, "tokens_per_device": tokens, "arguments": arguments}
-        rows.append({**row, "planned": planned, "temp": temp, "cpu_seconds": round(seconds)})
+        with tempfile.TemporaryDirectory() as dumped:
+            dump = {"xla_dump_to": dumped, "xla_dump_hlo_as_text": True} if options.largest else None
+            form = {"num_tokens": tokens, "remat": options.remat, "compiler_options": dump}
+            found, planned = compile_cell(config, trains, h100_mesh(sizes), **form)
+            largest = _largest(found, pathlib.Path(dumped), options.largest) if options.largest else {}
+        row = {"model": name, "trains": trains, "mesh": sizes, "tokens_per_device": tokens, "remat": options.remat}
+        row |= {"arguments": found.arguments, "planned": planned.arguments, "temp": found.temp}
+        rows.append({**row, "planned_temp": planned.temp, "cpu_seconds": round(found.seconds), **largest})
         # Write each cell before the next one begins.
-        write(output, {**description, "rows": rows})
-        sizes_in_gb = (f"{nbytes / 1e9:.2f}" for nbytes in (arguments, planned, temp))
-        table.add_row(name, trains, mesh_text(sizes), str(tokens), *sizes_in_gb, str(round(seconds)))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        write(options.output or default, {**description, "rows": rows})
+        sizes_in_gb = (found.arguments, planned.arguments, found.temp, planned.temp)
+        error = planned.total / (found.arguments + found.temp) - 1
+        cells_of_row = (*(f"{nbytes / 1e9:.2f}" for nbytes in sizes_in_gb), f"{error:+.1%}", str(round(found.seconds)))
+        table.add_row(name, trains, mesh_text(sizes), str(tokens), *cells_of_row)
+        for what, items in largest.items():
+            console.print(_largest_table(f"{trains}, {tokens} tokens: {what}", items))
+    console.print(table)
     return 0
 
 

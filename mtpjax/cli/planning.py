@@ -1,5 +1,6 @@
 """`mtpjax plan`."""
 
+import dataclasses
 import math
 import pathlib
 import sys
@@ -36,7 +37,8 @@ def add_commands(commands) -> None:
     group.add_argument(
         "--compile",
         action="store_true",
-        help="also compile the decoding call for H100s, on the fastest mesh that fits; needs no GPU and takes minutes",
+        help="also compile the decoding call for H100s, on the fastest mesh that fits, or with --train the update, on "
+        "the first mesh that fits; needs no GPU and takes minutes",
     )
     group = plan.flag_group("requests")
     group.add_argument(*flag_names("batch_size"), type=int, default=8, help="number of rows to decode together")
@@ -57,8 +59,8 @@ def add_commands(commands) -> None:
         nargs="?",
         const="all",
         choices=("all", "modules"),
-        help="plan the memory for training instead (parameters and optimizer), with all parameters trained (default) "
-        "or only the MTP modules on a frozen trunk",
+        help="plan the memory for training instead, with all parameters trained (default) or only the MTP modules on a "
+        "frozen trunk; --batch-size is spread over the GPUs, and --num-steps is the number of trained depths",
     )
     group = plan.flag_group("output")
     group.add_argument("--output", metavar="FILE", help="JSON file to write; the plot is saved under the same name")
@@ -127,14 +129,11 @@ def _plan(options) -> int:
     config, params = read_model(options.model, options.model_type)
     if params is None or options.weights != "stored":
         params = stored_shapes(config, has_fp8=options.weights == "fp8")
+    load = _load_of(options, config)
     # A plan for training has a different table, and no rounds.
     if options.train is not None:
-        rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
-        console.print(plan_report.train_table(rows, device, options.count))
-        write_json(options.output, rows)
-        return 0
+        return _plan_training(options, config, params, load)
     # 3. Compare all meshes, or only the one in --mesh.
-    load = _load_of(options, config)
     sizes = parse_mesh(options.mesh)
     if "fsdp" in sizes or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(
@@ -154,6 +153,42 @@ def _plan(options) -> int:
         title += f"rows of {load.context} tokens\nComputed and estimated, not measured"
         plot_plan(pathlib.Path(options.output).with_suffix(""), result, device, options.plot_formats, title=title)
     return 0 if result.best is not None else 1
+
+
+def _plan_training(options, config, params, load) -> int:
+    import rich.console
+
+    from mtpjax.evaluation.compiled_call import h100_mesh
+    from mtpjax.evaluation.roofline import DEVICES
+    from mtpjax.training import update_plan
+    from mtpjax.training.compiled_update import compile_update
+    from mtpjax.training.update_memory import REMATS, UpdateShape
+
+    sizes = parse_mesh(options.mesh)
+    if "tensor" in sizes or (sizes and math.prod(sizes.values()) != options.count):
+        raise ValueError(
+            f"--mesh {options.mesh}: fsdp * data * expert must be {options.count} (--count), without tensor"
+        )
+    device, console = DEVICES[options.device], rich.console.Console()
+    shape = UpdateShape(
+        tokens=-(-options.batch_size // options.count) * load.context,
+        row_length=load.context,
+        trains=options.train,
+        num_depths=load.num_steps,
+        remat=REMATS[-1],
+    )
+    meshes = [sizes] if sizes else list(update_plan.list_train_meshes(config, options.count))
+    rows = update_plan.train_rows(config, params, device, meshes, shape)
+    console.print(update_plan.train_table(rows, device, shape))
+    fitting = [row for row in rows if row["fits"]]
+    if options.compile and fitting:
+        best = fitting[0]
+        chosen = dataclasses.replace(shape, remat=best["remat"])
+        found = compile_update(config, params, h100_mesh(best["mesh"]), chosen)
+        best["compiled"] = {"arguments": found.arguments, "temp": found.temp, "cpu_seconds": found.seconds}
+        console.print(update_plan.compiled_line(best, found))
+    write_json(options.output, rows)
+    return 0 if fitting else 1
 
 
 COMMANDS = {"plan": _plan}

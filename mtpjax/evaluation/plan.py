@@ -16,8 +16,6 @@ from mtpjax.evaluation.roofline import Device, check_numbers
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies
 from mtpjax.models.layers.latent_attention import is_expanded_cheaper
-from mtpjax.models.params import is_of_modules
-from mtpjax.models.sharding import num_shards, param_spec, path_name
 from pallas_kernels.block_scaled_matmul import MAX_ROWS
 
 USABLE_SHARE = 0.9  # usable share of a GPU's memory; the rest is for the driver, the allocator and collectives
@@ -198,17 +196,3 @@ def estimate_temps(
     if config.index_topk and slots > config.index_topk:
         per_slot = 2 * 4 * tokens * config.index_n_heads
         yield Temp("indexer", shared + slots * per_slot, per_slot)
-
-
-def train_bytes(params: dict, sizes: Mapping[str, int], *, trains: str = "all") -> int:
-    """Computes how many bytes parameters and optimiser state take per device in training.
-
-    Trained parameters are float32 and have AdamW's two moments; a frozen trunk keeps its stored dtypes.
-    """
-    total = 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = path_name(path)
-        own = math.prod(leaf.shape) / num_shards(param_spec(name, leaf.shape, sizes), sizes)
-        is_trained = trains != "modules" or is_of_modules(name)
-        total += own * (3 * 4 if is_trained else leaf.dtype.itemsize)
-    return round(total)

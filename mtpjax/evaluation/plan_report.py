@@ -230,29 +230,3 @@ def compiled_line(result: Comparison) -> str:
         f"{best.arguments / 1e9:.3f}), temp {found['temp'] / 1e9:.3f} ({best.temp / 1e9:.3f}), total {total / 1e9:.2f} "
         f"({best.total / 1e9:.2f}); {found['collectives']:.0f} collectives, {found['cpu_seconds']:.0f} CPU s"
     )
-
-
-def train_rows(config: ModelConfig, params: dict, device: Device, *, count: int, trains: str) -> list[dict[str, Any]]:
-    """Computes the bytes per device that training needs on each `fsdp x expert` mesh, as one JSON object per mesh."""
-    rows = []
-    for expert in (size for size in range(1, count + 1) if count % size == 0):
-        if expert > 1 and (not config.n_routed_experts or config.n_routed_experts % expert):
-            continue
-        mesh = {"fsdp": count // expert, "expert": expert}
-        nbytes = plan.train_bytes(params, mesh, trains=trains)
-        rows.append({"mesh": mesh, "bytes": nbytes, "fits": nbytes < plan.USABLE_SHARE * device.memory})
-    return rows
-
-
-def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
-    """Returns the rows of `train_rows` as a table to print."""
-    from mtpjax.evaluation.tables import number_table
-
-    table = number_table(f"{device.name} x {count}: training, GB per GPU", ("mesh", "arguments", "left"))
-    table.caption = "arguments: parameters and AdamW's moments, exact. Gradients and activations are not included: "
-    table.caption += "docs/results/meshes.md lists the memory of compiled updates."
-    for row in rows:
-        left = plan.USABLE_SHARE * device.memory - row["bytes"]
-        cells = f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"
-        table.add_row(mesh_text(row["mesh"]), *cells)
-    return table

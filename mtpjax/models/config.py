@@ -11,6 +11,7 @@ from mtpjax.models.rope_scaling import RopeScaling, Yarn, make_scaling
 
 Implementation = Literal["auto", "xla", "triton", "interpreted"]  # see `pallas_kernels.dispatch`
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+Remat = Literal["none", "attention", "layers"]  # see `MTPModel`
 
 
 class LayerKind(NamedTuple):

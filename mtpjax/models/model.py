@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.cache import Cache
-from mtpjax.models.config import Implementation, ModelConfig
+from mtpjax.models.config import Implementation, ModelConfig, Remat
 from mtpjax.models.layers.block import Block
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
 from mtpjax.models.masks import empty_selection, full_view
@@ -21,6 +21,7 @@ from mtpjax.models.trunk import layer_groups
 from mtpjax.models.view import Entries, Masks, Recycled, View
 from mtpjax.models.vocabulary import Vocabulary
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
+from pallas_kernels.gradients import KEPT_RESULT
 from pallas_kernels.head_top_k import head_top_k
 from pallas_kernels.row_product import multiply_rows, transposed
 from pallas_kernels.top_k import top_k
@@ -41,12 +42,12 @@ class Trunk(nn.Module):
     Each unrolled layer has parameters `layer_i` and a cache. Decoding uses this form, because a scan would copy every
     weight in each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows, without a
     cache. Training uses this form, because XLA then compiles one layer instead of all. For the backward pass a scanned
-    layer keeps the results of its weight matmuls (`_is_kept`); with `remat` it keeps only its input.
+    layer keeps what `remat` says (`MTPModel`).
     """
 
     config: ModelConfig
     scanned: bool = False
-    remat: bool = False
+    remat: Remat = "none"
     implementation: str = "auto"
 
     @nn.compact
@@ -78,7 +79,7 @@ class Trunk(nn.Module):
                 # whole layers.
                 gather = functools.partial(gather_layers, config=config)
                 period_type = nn.map_variables(_Period, "params", trans_in_fn=gather)
-            stretch = nn.remat(period_type, prevent_cse=False, policy=None if self.remat else _is_kept)
+            stretch = nn.remat(period_type, prevent_cse=False, policy=_POLICIES[self.remat])
             for name, (first, period, repeats) in layer_groups(config).items():
                 scan = nn.scan(
                     lambda stack, carry, view: (stack(*carry, view), None),
@@ -126,16 +127,22 @@ class _Period(nn.Module):
         return x, selection
 
 
-def _is_kept(primitive, *_, **settings) -> bool:
-    """Returns whether a scanned layer keeps a result for the backward pass, which it does only for weight matmuls.
+_keep_attention = jax.checkpoint_policies.save_only_these_names(KEPT_RESULT)
 
-    Norms, activations and attention are recomputed. Attention matmuls are recognised by their two batch axes, rows and
-    heads. Keeping everything would take more memory, which costs more time than the recomputation.
+
+def _keep_matmuls(primitive, *avals, **settings) -> bool:
+    """Returns whether a scanned layer keeps a result: weight matmuls, and attention that marks its result.
+
+    Norms, activations and the scores of attention are recomputed. Attention matmuls are recognised by their two batch
+    axes, rows and heads. Keeping everything would take more memory, which costs more time than the recomputation.
     """
     if primitive.name != "dot_general":
-        return False
+        return bool(_keep_attention(primitive, *avals, **settings))
     _, (batch, _) = settings["dimension_numbers"]
     return len(batch) < 2
+
+
+_POLICIES = {"none": _keep_matmuls, "attention": _keep_attention, "layers": None}
 
 
 class MTPModule(nn.Module):
@@ -185,7 +192,9 @@ class MTPModel(nn.Module):
         config: the architecture.
         scan_layers: stack and scan the trunk layers, as training does (`mtpjax.models.trunk.stack_layers`). False:
             unroll the layers, as decoding does.
-        remat: keep only the input of each trunk layer and module for the backward pass.
+        remat: what a pass keeps for its backward pass, which computes the rest again. "none": all results of a module,
+            and the results of weight matmuls and of attention by blocks of a scanned layer. "attention": the input of
+            each trunk layer and module, and the results of attention by blocks. "layers": only the inputs.
         dtype: dtype that layers compute in, to which they cast their weights; None: the embedding's dtype.
         implementation: "xla", "triton" or "auto" for every kernel (`pallas_kernels.dispatch`).
 
@@ -203,7 +212,7 @@ class MTPModel(nn.Module):
 
     config: ModelConfig
     scan_layers: bool = False
-    remat: bool = False
+    remat: Remat = "none"
     dtype: str | None = None
     implementation: Implementation = "auto"
 
@@ -218,7 +227,7 @@ class MTPModel(nn.Module):
         self.trunk = Trunk(config, self.scan_layers, self.remat, self.implementation)
         self.norm_final = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation)
         modules = range(config.num_mtp_modules)
-        module = nn.remat(MTPModule) if self.remat else MTPModule
+        module = MTPModule if self.remat == "none" else nn.remat(MTPModule, policy=_POLICIES[self.remat])
         self.mtp = [module(config, self.implementation) for _ in modules]
         if config.mtp_own_embedding:
             shape = (vocab_size, config.hidden_size)

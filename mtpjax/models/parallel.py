@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from pallas_kernels.partial_sums import PartialSums
@@ -102,7 +103,10 @@ def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
     # An array of full size was not split, because `fsdp` does not divide it.
     if num_shards("fsdp") == 1 or leaf.shape[axis] == size:
         return leaf
-    return jax.lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)
+    # Gather along a new first axis and move it afterwards. If the gathered axis is inside, XLA instead transposes the
+    # stack of all layers before the loop, and their gradients after it, which copies them.
+    gathered = jnp.moveaxis(jax.lax.all_gather(leaf, "fsdp"), 0, axis)
+    return gathered.reshape(*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
 
 
 def first_row(own: int) -> jax.Array | int:

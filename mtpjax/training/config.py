@@ -127,8 +127,10 @@ class TrainConfig:
         panel_acceptance: acceptance rule for the decoded prompts, as in `DecodeConfig`. It must allow temperature 1.
         accumulation: number of microbatches per update, which run one after the other. This saves memory and changes
             the update only by rounding.
-        remat: "none" stores each layer's matmul outputs for the backward pass and recomputes norms, activations and
-            attention. "layers" stores only each layer's input.
+        remat: what is stored for the backward pass. "none": each layer's matmul outputs and, in rows of more than 128
+            tokens, the outputs of attention; norms and activations are recomputed. "attention": each layer's input and
+            the outputs of attention. "layers": each layer's input. "auto": "none" on a CPU, and on GPUs the first of
+            the three whose estimated memory fits. The run's settings hold the choice.
         implementation: how kernels run: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU kernels in an
             interpreter: slow, on any device), or "auto" (`pallas_kernels.dispatch`).
         dtype: compute dtype inside the layers. Trained parameters, gradient sums and optimiser state stay float32.
@@ -199,7 +201,7 @@ class TrainConfig:
     panel_prompts: int = 128
     panel_acceptance: str = "auto"
     accumulation: int = 1
-    remat: Literal["none", "layers"] = "none"
+    remat: Literal["auto", "none", "attention", "layers"] = "auto"
     implementation: Implementation = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     mesh: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
@@ -301,7 +303,10 @@ class TrainConfig:
             (self.num_depths >= least, f"needs num_depths of at least {least}, not {self.num_depths}"),
             (not self.model, "does not use MTP modules: do not set model.num_mtp_modules"),
             (self.attention_layout == "ttt", "trains as it decodes: attention_layout must be 'ttt'"),
-            (self.remat == "none", "has a frozen trunk, whose layers have no backward pass: remat must be 'none'"),
+            (
+                self.remat in ("auto", "none"),
+                "has a frozen trunk, whose layers have no backward pass: remat must be 'auto' or 'none'",
+            ),
         ):
             require(holds, f"drafter '{self.drafter}' {problem}")
         object.__setattr__(self, "trains", "modules")

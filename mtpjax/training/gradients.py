@@ -13,6 +13,7 @@ from mtpjax.drafters.forward import draft_columns, draft_heads, forward_drafter,
 from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.sharding import platform_of
 from mtpjax.training.anchors import MAX_ANCHORS, anchor_terms, keep_anchors, to_rows
 from mtpjax.training.fp8_states import dequantise_states
 from mtpjax.training.losses import (
@@ -25,7 +26,7 @@ from mtpjax.training.losses import (
     valid_mean,
 )
 from mtpjax.training.objective import Objective
-from mtpjax.training.position_losses import PositionTerms, chunked_terms, plain_terms
+from mtpjax.training.position_losses import PositionTerms, choose_vocab_chunk, chunked_terms, plain_terms
 from mtpjax.training.train_state import trainable_params
 
 
@@ -206,15 +207,19 @@ def sum_over_parts(function: Callable[[Any], Any], parts: Any) -> Any:
 
 
 def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spec: TrainSpec) -> PositionTerms:
-    """Computes the terms from logits, or from hidden states and heads if `vocab_chunk` is set.
+    """Computes the terms from logits, or from hidden states and heads by chunks of the vocabulary.
 
     In the second case nothing reads the logits in `output`, so jit removes their computation.
     """
     model, drafter, vocab_chunk = spec.model, spec.drafter, spec.objective.vocab_chunk
+    if vocab_chunk is None:
+        shape = targets[0].size, len(targets), output.logits.shape[-1]
+        vocab_chunk = choose_vocab_chunk(*shape, platform=platform_of(spec.mesh))
     # A custom objective may read KL and overlap even if the configured one does not. A confidence head learns to
     # predict the overlap.
-    has_confidence = drafter is not None and drafter.has_confidence
-    compares_with_trunk = spec.objective.compares_with_trunk or spec.objective_function is not None or has_confidence
+    compares = spec.objective.comparison
+    if spec.objective_function is not None or (drafter is not None and drafter.has_confidence):
+        compares = "all"
     if not vocab_chunk:
         return plain_terms((output.logits, *output.mtp_logits), targets)
     # `head_of[n]` is the index in `heads` of the head that the trunk (n = 0) or depth n uses. Depths beyond the modules
@@ -239,6 +244,6 @@ def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spe
         targets,
         head_of=head_of,
         vocab_chunk=vocab_chunk,
-        compares_with_trunk=compares_with_trunk,
+        compares=compares,
         implementation=model.implementation if is_one_width else "xla",
     )

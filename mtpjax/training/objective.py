@@ -30,7 +30,8 @@ class Objective:
             formula already weights the depths.
         depth_decay: beta of "decayed": depth k has weight `beta^(k-1)` before normalisation.
         vocab_chunk: compute losses over this many columns of the vocabulary at a time and never store `[B, T, V]`
-            logits; 0: store the logits.
+            logits; 0: store the logits; None: choose by platform and sizes
+            (`mtpjax.training.position_losses.choose_vocab_chunk`).
 
     Raises:
         ValueError: an objective is unknown, a number is out of range, or a setting is unused.
@@ -48,7 +49,7 @@ class Objective:
     lk_decay: float = 3.0
     depth_weights: Literal["mean", "decayed"] = "mean"
     depth_decay: float = 0.6
-    vocab_chunk: int = 0
+    vocab_chunk: int | None = None
 
     def __post_init__(self):
         check_scalar_fields(self)
@@ -67,7 +68,8 @@ class Objective:
         )
         check_range("lk_decay", self.lk_decay, 0)
         require(0 < self.depth_decay <= 1, f"depth_decay must be positive and at most 1, not {self.depth_decay}")
-        check_range("vocab_chunk", self.vocab_chunk, 0)
+        if self.vocab_chunk is not None:
+            check_range("vocab_chunk", self.vocab_chunk, 0)
         rows = (
             ("lk_decay", "lk_hybrid" in self.names, "the objective 'lk_hybrid' in mix or start"),
             ("depth_decay", self.depth_weights == "decayed", "depth_weights 'decayed'"),
@@ -81,6 +83,8 @@ class Objective:
         return {name for name, _ in (*self.mix, *self.start)}
 
     @property
-    def compares_with_trunk(self) -> bool:
-        """Whether any objective needs the trunk's distribution, not only the data."""
-        return self.names != {"cross_entropy"}
+    def comparison(self) -> Literal["none", "kl", "all"]:
+        """The terms that compare drafts with the trunk: none (only the data), KL, or KL and the overlap."""
+        if self.names <= {"cross_entropy"}:
+            return "none"
+        return "kl" if self.names <= {"cross_entropy", "kl"} else "all"

@@ -9,13 +9,18 @@ targets, so training lowers their logits, which helps engines that do not mask t
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mtpjax.models.forward import shift_left
 from pallas_kernels.linear_cross_entropy import choose_implementation, linear_cross_entropy, linear_total_variation
+
+Comparison = Literal["none", "kl", "all"]  # terms that compare a draft with the trunk: none, only KL, KL and overlap
+MAX_CHUNK, MIN_CHUNK = 8192, 1024  # columns
+CHUNK_BYTES = 2**30  # float32 logits of one level and chunk
+LOGITS_BYTES = 2**30  # float32 logits of all levels that a CPU stores
 
 
 class PositionTerms(NamedTuple):
@@ -33,6 +38,27 @@ class PositionTerms(NamedTuple):
     cross_entropy: jax.Array
     kl: jax.Array
     overlap: jax.Array
+
+
+def choose_vocab_chunk(num_positions: int, num_levels: int, vocab_size: int, *, platform: str) -> int:
+    """Chooses how many columns of the vocabulary the losses of a forward pass are computed over at a time.
+
+    A CPU stores all logits unless they exceed `LOGITS_BYTES`, because computing them once is faster. Other platforms
+    never store them. Wide chunks read the hidden states and their gradients less often; `CHUNK_BYTES` limits them.
+
+    Args:
+        num_positions: positions with a loss on one device, B * T of a microbatch.
+        num_levels: the trunk and the draft depths.
+        vocab_size: V.
+        platform: "cpu", "gpu" or "tpu".
+
+    Returns:
+        The columns per chunk; 0: store all logits.
+    """
+    if platform == "cpu" and 4 * num_positions * num_levels * vocab_size <= LOGITS_BYTES:
+        return 0
+    columns = CHUNK_BYTES // (4 * num_positions) // 128 * 128
+    return min(max(MIN_CHUNK, min(columns, MAX_CHUNK)), vocab_size)
 
 
 def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> PositionTerms:
@@ -71,7 +97,7 @@ def chunked_terms(
     *,
     head_of: Sequence[int],
     vocab_chunk: int,
-    compares_with_trunk: bool,
+    compares: Comparison,
     implementation: str = "auto",
 ) -> PositionTerms:
     """Computes `plain_terms` for the logits `hidden[n] @ heads[head_of[n]]`, `vocab_chunk` columns at a time.
@@ -84,7 +110,8 @@ def chunked_terms(
         targets: `[1 + depths, B, T]` int32.
         head_of: for the trunk and every depth, the index of its head in `heads`.
         vocab_chunk: columns per chunk, at least 1.
-        compares_with_trunk: compute KL and overlap, in a second pass over the chunks; otherwise both are 0.
+        compares: what to compute besides cross-entropy; the rest is 0. "kl" adds to the pass over the chunks that
+            cross-entropy needs; "all" (KL and overlap) needs a second pass over them.
         implementation: "xla" runs the loop in this module; other values choose a kernel
             (`pallas_kernels.linear_cross_entropy`).
 
@@ -97,13 +124,13 @@ def chunked_terms(
     if vocab_chunk < 1:
         raise ValueError(f"vocab_chunk must be at least 1, not {vocab_chunk}")
     # Without depths there is nothing to compare.
-    compares_with_trunk = compares_with_trunk and len(hidden) > 1
-    chosen = _resolve_implementation(hidden, heads, head_of, implementation, compares_with_trunk)
+    compares = compares if len(hidden) > 1 else "none"
+    chosen = _resolve_implementation(hidden, heads, head_of, implementation, compares != "none")
     if chosen != "xla":
         kernel_options = {"vocab_chunk": vocab_chunk, "implementation": chosen}
-        return _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **kernel_options)
+        return _kernel_terms(hidden, heads, targets, head_of, compares != "none", **kernel_options)
     chunk = min(vocab_chunk, heads[0].shape[1])
-    return _xla_terms(tuple(hidden), tuple(heads), targets, tuple(head_of), chunk, compares_with_trunk)
+    return _xla_terms(tuple(hidden), tuple(heads), targets, tuple(head_of), chunk, compares)
 
 
 def _resolve_implementation(hidden, heads, head_of, implementation: str, compares_with_trunk: bool) -> str:
@@ -152,34 +179,39 @@ def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **kernel
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _xla_terms(hidden, heads, targets, head_of, chunk, compares_with_trunk) -> PositionTerms:
+def _xla_terms(hidden, heads, targets, head_of, chunk, compares) -> PositionTerms:
     """Computes the terms chunk by chunk. The custom gradient recomputes logits instead of storing them."""
-    return _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk)[0]
+    return _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares)[0]
 
 
-def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk):
+def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares):
     V = heads[0].shape[1]
     steps = -(-V // chunk)
 
     # The first pass is an online log-sum-exp. It keeps, per position, the highest logit so far, the sum of exponentials
-    # relative to it, and the target's logit.
+    # relative to it, and the target's logit. For KL(p||q), depths also sum `exp(z_p) * (z_p - z_q)` relative to the
+    # trunk's highest logit, where z are the logits.
     def normalise(step, carry):
         start, columns, is_new = _chunk_columns(step, chunk, V)
-        after = []
-        for (top, total, target_logits), target, logits in zip(
-            carry, targets, _chunk_logits(hidden, heads, head_of, start, chunk), strict=True
+        chunks, after = _chunk_logits(hidden, heads, head_of, start, chunk), []
+        for depth, ((top, total, target_logits, products), target, raw) in enumerate(
+            zip(carry, targets, chunks, strict=True)
         ):
-            logits = jnp.where(is_new, logits, -jnp.inf)
+            logits = jnp.where(is_new, raw, -jnp.inf)
             higher = jnp.maximum(top, logits.max(-1))
             total = total * jnp.exp(top - higher) + jnp.exp(logits - higher[:, :, None]).sum(-1)
             is_target = (columns == target[:, :, None]) & is_new
-            after.append((higher, total, target_logits + jnp.where(is_target, logits, 0).sum(-1)))
+            if depth and compares == "kl":
+                of_trunk, before, now = (shift_left(each, depth) for each in (chunks[0], carry[0][0], after[0][0]))
+                added = jnp.exp(of_trunk - now[:, :, None]) * (of_trunk - raw)
+                products = products * jnp.exp(before - now) + jnp.where(is_new, added, 0).sum(-1)
+            after.append((higher, total, target_logits + jnp.where(is_target, logits, 0).sum(-1), products))
         return after
 
     zeros = jnp.zeros(targets.shape[1:])
-    carry = jax.lax.fori_loop(0, steps, normalise, [(zeros - jnp.inf, zeros, zeros)] * len(hidden))
-    normaliser = jnp.stack([top + jnp.log(total) for top, total, _ in carry])
-    cross_entropy = normaliser - jnp.stack([target_logits for _, _, target_logits in carry])
+    carry = jax.lax.fori_loop(0, steps, normalise, [(zeros - jnp.inf, zeros, zeros, zeros)] * len(hidden))
+    normaliser = jnp.stack([top + jnp.log(total) for top, total, _, _ in carry])
+    cross_entropy = normaliser - jnp.stack([target_logits for _, _, target_logits, _ in carry])
 
     # With the known log-sum-exp, the second pass sums KL and min(p, q) over the vocabulary. `below` sums q where q < p,
     # for the backward pass.
@@ -197,15 +229,20 @@ def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_tru
         return after
 
     distances = [(zeros, zeros, zeros)] * (len(hidden) - 1)
-    if compares_with_trunk:
+    if compares == "all":
         distances = jax.lax.fori_loop(0, steps, compare, distances)
+    elif compares == "kl":
+        for depth in range(1, len(hidden)):
+            top, log_sum = (shift_left(each, depth) for each in (carry[0][0], normaliser[0]))
+            kl = carry[depth][3] * jnp.exp(top - log_sum) - log_sum + normaliser[depth]
+            distances[depth - 1] = (kl, zeros, zeros)
     kl, overlap, below = (
         jnp.concatenate([zeros[None][:0], *(distance[n][None] for distance in distances)]) for n in range(3)
     )
     return PositionTerms(cross_entropy, kl, overlap), (hidden, heads, targets, normaliser, below)
 
 
-def _xla_terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
+def _xla_terms_backward(head_of, chunk, compares, residuals, cotangents):
     """Computes the gradients of hidden states and heads.
 
     For the draft's logits z: `dCE/dz = q - onehot`, `dKL/dz = q - p`, and
@@ -227,10 +264,11 @@ def _xla_terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangen
             q = _masked_exp(log_q, is_new)
             is_target = (columns == targets[depth][:, :, None]) & is_new
             logit_gradient = of_cross_entropy[depth] * (q - is_target)
-            if depth and compares_with_trunk:
+            if depth and compares != "none":
                 p = _masked_exp(shift_left(logs[0], depth), is_new)
                 logit_gradient += of_kl[depth - 1] * (q - p)
-                logit_gradient += of_overlap[depth - 1] * q * ((q < p) - below[depth - 1][:, :, None])
+                if compares == "all":
+                    logit_gradient += of_overlap[depth - 1] * q * ((q < p) - below[depth - 1][:, :, None])
             logit_gradient = logit_gradient.astype(state.dtype)
             which = head_of[depth]
             head = _slice_columns(heads[which], start, chunk).astype(state.dtype)

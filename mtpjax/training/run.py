@@ -24,7 +24,7 @@ from mtpjax.evaluation.machine import describe_device
 from mtpjax.evaluation.plot_style import picture_paths
 from mtpjax.io import checkpoint
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import shard_params
+from mtpjax.models.sharding import platform_of, shard_params
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training import run_dir
 from mtpjax.training.anchors import MAX_ANCHORS
@@ -42,7 +42,7 @@ from mtpjax.training.losses import ObjectiveFunction, mtp_scale_at
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
 from mtpjax.training.progress import ProgressClock, learning_rate_at
-from mtpjax.training.run_settings import check_settings, settings_to_json
+from mtpjax.training.run_settings import check_settings, resolve_remat, settings_to_json
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.trackers import open_trackers, require_trackers
 from mtpjax.training.train_state import TrainState, init_train_state
@@ -91,7 +91,7 @@ class Run:
         if objective is not None:
             rows = self.corpus.batches(config.batch_size, seed=config.seed)
             jax.eval_shape(self.step, self.state, next(rows), 0.0, 0.0, 0.0, states=None)
-        self.settings = settings_to_json(config, objective)
+        self.settings = settings_to_json(config, objective) | {"remat": self.remat}
         self.is_stopped, self.last_metrics, self.num_bad_steps = False, {}, 0
 
     def _compile(
@@ -106,10 +106,12 @@ class Run:
             state = shard_train_state(state, self.mesh, optimizer=optimizer, trains=config.trains)
             shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
             out_shardings = (shardings, NamedSharding(self.mesh, PartitionSpec()))
+        # The choice of "auto" is stored with the settings, so that a resumed run rounds its updates in the same way.
+        self.remat = resolve_remat(config, self.model.config, params, num_depths, platform=platform_of(self.mesh))
         # None means the embedding's dtype, which is float32 unless the frozen trunk has a different dtype.
         dtype = None if config.dtype == config.trunk_dtype == "float32" else config.dtype
         spec = TrainSpec(
-            model=self.model.clone(remat=config.remat == "layers", dtype=dtype),
+            model=self.model.clone(remat=self.remat, dtype=dtype),
             num_depths=num_depths,
             trains=config.trains,
             objective=config.objective,

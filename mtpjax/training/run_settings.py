@@ -1,15 +1,25 @@
 """The settings that a run folder stores, and which of them may differ when the run resumes."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from mtpjax import distributed
+from mtpjax.evaluation.plan import USABLE_SHARE
+from mtpjax.models.config import ModelConfig, Remat
+from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.losses import ObjectiveFunction, describe_objective
 from mtpjax.training.run_dir import RunError, read_run_file
+from mtpjax.training.update_memory import UpdateShape, choose_remat
 
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
 # not among them, because they change how an update is rounded.
@@ -30,6 +40,41 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
         settings = {name: value for name, value in settings.items() if not name.startswith("draft")}
     # The objective's code is not stored, so resuming only checks that the objective has the same name.
     return settings | {"objective_function": None if objective is None else describe_objective(objective)}
+
+
+def resolve_remat(
+    config: TrainConfig, model_config: ModelConfig, params: dict, num_depths: int, *, platform: str
+) -> Remat:
+    """Returns a run's `remat`. On GPUs, "auto" is the fastest policy whose estimated memory fits, and is printed.
+
+    Args:
+        config: the run's settings.
+        model_config: the model's config.
+        params: the initial parameters, with stacked layers.
+        num_depths: number of trained depths.
+        platform: "cpu", "gpu" or "tpu".
+    """
+    if config.remat != "auto":
+        return config.remat
+    # A drafter's trunk has no backward pass.
+    stats = jax.local_devices()[0].memory_stats() if platform == "gpu" and config.draft_method.is_of_model else None
+    if not stats or "bytes_limit" not in stats:
+        return "none"
+    sizes = dict(config.mesh)
+    shape = UpdateShape(
+        tokens=config.batch_size // (config.accumulation * math.prod(sizes.values())) * config.row_length,
+        row_length=config.row_length,
+        trains=config.trains,
+        num_depths=num_depths,
+        vocab_chunk=config.objective.vocab_chunk,
+        itemsize=jnp.dtype(config.dtype).itemsize,
+        is_accumulated=config.accumulation > 1,
+    )
+    shapes = jax.eval_shape(functools.partial(unstack_layers, config=model_config), params)
+    remat = choose_remat(model_config, shapes, sizes, shape, USABLE_SHARE * stats["bytes_limit"])
+    if distributed.is_main_process():
+        print(f"remat auto: {remat}, for GPUs with {stats['bytes_limit'] / 1e9:.0f} GB", file=sys.stderr, flush=True)
+    return remat
 
 
 def check_settings(

@@ -76,6 +76,20 @@ def _read_expert(stack, scales, expert, block, dtype):
     return dequantise(stack[expert], scales[expert], block, axis=0).astype(dtype)
 
 
+def blocks_of_rows(num_pairs: int, num_experts: int) -> tuple[int, int]:
+    """Returns the rows per block of `grouped_matmul_many_tokens`, and the maximum number of blocks.
+
+    Args:
+        num_pairs: pairs of a token and an expert.
+        num_experts: E.
+    """
+    # A block holds at most the mean number of rows per expert, so that little padding is multiplied. Each block has a
+    # copy of its expert's weights, so with many rows a quarter of the mean bounds the copies to 5 per expert.
+    mean = num_pairs // num_experts
+    block = max(8, min(64, mean), mean // 4 // 32 * 32)
+    return block, num_pairs // block + num_experts
+
+
 def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     """Sorts rows by expert, pads each expert's rows to blocks, and computes one product per block; drops no token.
 
@@ -83,9 +97,7 @@ def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     """
     n, k = ids.shape
     E = gate_up.shape[0]
-    # A block holds about the mean number of rows per expert, so that little padding is multiplied.
-    block = max(8, min(64, n * k // E))
-    num_blocks = n * k // block + E
+    block, num_blocks = blocks_of_rows(n * k, E)
     # Sort the pairs (token, choice) by expert. Each expert's rows start at a multiple of the block.
     flat_ids = ids.reshape(-1)
     order = jnp.argsort(flat_ids, stable=True)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose
+from pallas_kernels.gradients import keep_result
 from pallas_kernels.range_attention import blocks
 from pallas_kernels.range_attention.blocks import NO_SCORE
 from pallas_kernels.range_attention.ranges import KeyRanges, chosen_keys
@@ -130,6 +131,7 @@ def _forward(arrays: _Arrays, masks: tuple[KeyRanges, jax.Array], scale: float, 
     dtype = jnp.float32 if arrays.has_more else q.dtype
     output, log_sum = _forms(implementation).forward(q, key, value, ranges, scale=scale, dtype=dtype)
     if not arrays.has_more:
+        output, log_sum = keep_result((output, log_sum))
         return output, (arrays, masks, output, log_sum)
     # 2. The total log-sum-exp, with the queries' own keys and the sinks.
     terms = [log_sum[..., None], _own_scores(q, own_key, own_mask, scale)]
@@ -140,6 +142,7 @@ def _forward(arrays: _Arrays, masks: tuple[KeyRanges, jax.Array], scale: float, 
     weights = _own_weights(terms[1], own_mask, total)
     own = jnp.einsum("BKAXL,BKALV->BKAXV", _fold(weights, own_value), own_value.astype(jnp.float32))
     output = (output * jnp.exp(log_sum - total)[..., None] + own.reshape(output.shape)).astype(q.dtype)
+    output, total = keep_result((output, total))
     return output, (arrays, masks, output, total)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from experiments.training.train_table import compile_update
+from experiments.training.train_table import compile_cell
 from mtpjax import DecodeConfig, MTPModel, compat
 from mtpjax.evaluation.compiled_call import compile_call, find_collectives, stored_shapes
 from mtpjax.models.params import init_params, shard_for_decoding
@@ -101,5 +101,5 @@ def test_the_calls_of_an_engine_compile_for_tpus(family, sizes, kind):
 @pytest.mark.parametrize(("family", "sizes"), cells(("latent", ONE)))
 def test_an_update_compiles_for_tpus(family, sizes):
     axes = {"fsdp" if name == "data" else name: size for name, size in sizes.items()}
-    compiled = compile_update(small_config(family, **SIZES), "all", tpu_mesh(axes), num_tokens=256)
+    compiled = compile_cell(small_config(family, **SIZES), "all", tpu_mesh(axes), num_tokens=256)[0]
     check(compiled.text, compiled.arguments, compiled.temp, compiled.seconds)

@@ -1,8 +1,12 @@
 """An update compiled for H100s: what a device needs besides its part of the parameters."""
 
+import dataclasses
+import re
+
 import pytest
 
-from experiments.training.train_table import CELLS, compile_update
+from experiments.gpu.bench_gpu import MODELS
+from experiments.training.train_table import CELLS, compile_cell
 from mtpjax.evaluation.compiled_call import h100_mesh
 
 MOST = {"16B-A2.4B": {8: 36e9, 64: 23e9}}
@@ -15,8 +19,19 @@ ALL_OF_A_DEVICE = 72e9
 )
 def test_an_update_fits(cell):
     name, config, trains, sizes = cell
-    arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes))
+    found, planned = compile_cell(config, trains, h100_mesh(sizes))
+    arguments, temp, seconds, _ = found
     num_devices = sizes["fsdp"] * sizes.get("expert", 1)
     print(f"{name}, {sizes}: {arguments / 1e9:.2f} + {temp / 1e9:.2f} GB, {seconds:.0f} s")
     assert arguments + temp < ALL_OF_A_DEVICE
+    assert planned.total == pytest.approx(arguments + temp, rel=0.05)
     assert temp < MOST.get(name, {}).get(num_devices, ALL_OF_A_DEVICE)
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize("remat", ["attention", pytest.param("none", marks=pytest.mark.slow)])
+def test_long_rows_store_no_pairs_of_tokens(remat):
+    config = dataclasses.replace(MODELS["1B"], max_position_embeddings=32768)
+    found, planned = compile_cell(config, "modules", h100_mesh({"fsdp": 1}), num_tokens=32768, remat=remat)
+    assert found.temp < 12e9 and planned.total == pytest.approx(found.arguments + found.temp, rel=0.05)
+    assert re.search(r"\b32768,(\d+,)*32768\b", found.text) is None

@@ -214,7 +214,7 @@ def test_meshes_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         ({"mesh": {"data": 3}}, r"batch_size 8 is not a multiple of 3 \(accumulation 1 x mesh {'data': 3}\)"),
         ({"accumulation": 5}, "batch_size 8 is not a multiple of 5"),
         ({"accumulation": 0}, "accumulation must be at least 1, not 0"),
-        ({"remat": "all"}, "remat 'all' is not one of none, layers"),
+        ({"remat": "all"}, "remat 'all' is not one of auto, none, attention, layers"),
         ({"dtype": "float16"}, "dtype 'float16' is not one of float32, bfloat16"),
         ({"profile_steps": -1}, "profile_steps must be at least 0, not -1"),
     ):

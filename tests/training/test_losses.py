@@ -309,8 +309,9 @@ def test_unknown_names_and_impossible_numbers_are_refused(settings, message):
 def test_an_objective_is_hashable_and_the_default_is_cross_entropy():
     assert hash(Objective(mix={"kl": 1})) == hash(Objective(mix=(("kl", 1),)))
     assert TrainConfig().objective == Objective(mix={"cross_entropy": 1.0})
-    assert not TrainConfig().objective.compares_with_trunk
-    assert Objective(start={"kl": 1.0}, warmup=0.5).compares_with_trunk
+    assert TrainConfig().objective.comparison == "none"
+    assert Objective(start={"kl": 1.0}, warmup=0.5).comparison == "kl"
+    assert Objective(mix={"kl": 1.0, "total_variation": 1.0}).comparison == "all"
 
 
 def losses_and_gradients(params, model, tokens, segments, layout):

@@ -1,5 +1,7 @@
 """Terms by chunks of the vocabulary against the plain ones, which have all logits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from mtpjax import Objective
 from mtpjax.training.losses import all_targets, objective_loss
 from mtpjax.training.objective import OBJECTIVES
-from mtpjax.training.position_losses import chunked_terms, plain_terms
+from mtpjax.training.position_losses import choose_vocab_chunk, chunked_terms, plain_terms
 
 B, T, D, V = 2, 9, 8, 37
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
@@ -25,9 +27,8 @@ def loss_of(hidden, heads, tokens, *, head_of, objective, implementation="xla"):
     """The whole loss, by chunks if the objective says so; every depth counts, and the mask hides some targets."""
     targets, is_valid = all_targets(tokens, jnp.asarray(SEGMENTS), tokens % 5 > 0, len(hidden) - 1)
     if objective.vocab_chunk:
-        needs = objective.compares_with_trunk
         chunk = objective.vocab_chunk
-        how = {"vocab_chunk": chunk, "compares_with_trunk": needs, "implementation": implementation}
+        how = {"vocab_chunk": chunk, "compares": objective.comparison, "implementation": implementation}
         terms = chunked_terms(hidden, heads, targets, head_of=head_of, **how)
     else:
         logits = [
@@ -86,11 +87,12 @@ def test_a_trunk_alone_has_chunks_too(key):
     compare(*rows(key, 0, 1), (0,), {"cross_entropy": 1.0}, 8, 1e-5)
 
 
-def test_logits_near_a_thousand_stay_finite(key):
+@pytest.mark.parametrize("name", ["lk_hybrid", "kl"])
+def test_logits_near_a_thousand_stay_finite(name, key):
     """There float32 numbers lie 6e-5 apart, and a probability is as uncertain as that, relatively."""
     hidden, heads, tokens = rows(key, 2, 1, scale=100.0)
     assert jnp.abs(hidden[0] @ heads[0]).max() > 500
-    compare(hidden, heads, tokens, (0, 0, 0), {"lk_hybrid": 1.0, "cross_entropy": 1.0}, 8, 6e-5)
+    compare(hidden, heads, tokens, (0, 0, 0), {name: 1.0, "cross_entropy": 1.0}, 8, 6e-5)
 
 
 def test_bfloat16_hidden_states_have_bfloat16_gradients(key):
@@ -114,7 +116,7 @@ def test_logits_are_never_stored(key):
     targets = jnp.zeros((3, 2, 64), jnp.int32)
 
     def total(hidden, heads):
-        terms = chunked_terms(hidden, heads, targets, head_of=(0, 0, 0), vocab_chunk=64, compares_with_trunk=True)
+        terms = chunked_terms(hidden, heads, targets, head_of=(0, 0, 0), vocab_chunk=64, compares="all")
         objective = Objective(mix={"lk_hybrid": 1.0})
         return objective_loss(terms, targets == 0, mtp_scale=0.3, objective=objective)[0]
 
@@ -125,4 +127,12 @@ def test_logits_are_never_stored(key):
 def test_a_chunk_has_columns(key):
     hidden, heads, tokens = rows(key, 0, 1)
     with pytest.raises(ValueError, match="vocab_chunk must be at least 1, not 0"):
-        chunked_terms(hidden, heads, tokens[None], head_of=(0,), vocab_chunk=0, compares_with_trunk=False)
+        chunked_terms(hidden, heads, tokens[None], head_of=(0,), vocab_chunk=0, compares="none")
+
+
+def test_a_gpu_and_large_rows_compute_the_losses_by_chunks():
+    choose = functools.partial(choose_vocab_chunk, num_levels=2, vocab_size=128256)
+    assert choose(1024, platform="cpu") == 0  # 1.05 GB of logits
+    assert choose(2048, platform="cpu") == 8192
+    assert [choose(positions, platform="gpu") for positions in (64, 4096, 32768, 131072)] == [8192, 8192, 8192, 2048]
+    assert choose_vocab_chunk(10**6, 2, 512, platform="gpu") == 512

@@ -9,6 +9,7 @@ from mtpjax import ModelConfig
 from mtpjax.models.layers.experts import routing
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.grouped_matmul.reference import (
+    blocks_of_rows,
     grouped_matmul_by_expert,
     grouped_matmul_by_pair,
     grouped_matmul_many_tokens,
@@ -54,7 +55,16 @@ def assert_close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * max(np.abs(expected).max(), 1e-3))
 
 
-@pytest.mark.parametrize(("n", "E", "k"), [(1, 8, 1), (1, 8, 2), (2, 8, 2), (7, 4, 4), (33, 16, 3), (100, 5, 5)])
+def test_many_tokens_copy_an_expert_at_most_five_times():
+    assert blocks_of_rows(24, 64) == (8, 67) and blocks_of_rows(6 * 4096, 64) == (96, 320)
+    for tokens in (4096, 32768, 131072):
+        block, num_blocks = blocks_of_rows(6 * tokens, 64)
+        assert num_blocks <= 5 * 64 + 64 and block * 64 <= 6 * tokens / 4
+
+
+@pytest.mark.parametrize(
+    ("n", "E", "k"), [(1, 8, 1), (1, 8, 2), (2, 8, 2), (7, 4, 4), (33, 16, 3), (100, 5, 5), (800, 4, 2)]
+)
 def test_every_form_computes_the_sum(n, E, k):
     arrays = problem(n, E, k)
     expected = by_hand(*arrays)
