@@ -46,6 +46,10 @@ class Device:
     link: float
     network: float
 
+    def peak_flops(self, dtype: str) -> float:
+        """Returns the FLOP/s of dense matrix products in "bfloat16", or in "float32", which JAX multiplies as TF32."""
+        return self.flops / (1 if dtype == "bfloat16" else 2)
+
 
 # The bandwidth shares are estimates from the kernels' machine code, based on loads in flight and instructions per tile.
 DEVICES = {
@@ -53,6 +57,19 @@ DEVICES = {
     "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6, 450e9, 50e9),
     "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6, 448e9, 50e9),
 }
+
+
+def find_device(device_kind: str) -> Device | None:
+    """Returns the figures of the GPU with JAX's name `device_kind`, such as "NVIDIA H100 80GB HBM3".
+
+    Returns None for other devices, and for the slower PCIe forms of these GPUs.
+    """
+    words = device_kind.lower().split()
+    if "pcie" in words or "nvl" in words:
+        return None
+    return next((device for name, device in DEVICES.items() if name in words), None)
+
+
 # Launch counts from `python -m experiments.kernels.gpu_launches`, for modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
 LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention, because XLA runs convolution, decay and gates
