@@ -11,7 +11,6 @@ import functools
 import pathlib
 import re
 import tempfile
-import time
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from experiments.common.child import serve, version_of
 from experiments.common.decode_checkpoints import SHAPES as DECODED
 from mtpjax import ModelConfig, TrainConfig
-from mtpjax.evaluation.machine import Stopwatch
+from mtpjax.evaluation.machine import Stopwatch, product_rate
 from mtpjax.host import keep_freed_memory
 
 SHAPES = {  # Llama-like, float32
@@ -265,22 +264,11 @@ class Products:
     """Measures how fast XLA multiplies matrices with these threads, in FLOP/s. Not an engine."""
 
     def __init__(self):
-        import jax
-        import jax.numpy as jnp
-
-        self.size = 1024
-        self.arrays = (jnp.ones((2 * self.size, self.size)), jnp.ones((self.size, self.size)))
-        self.product = jax.jit(jnp.matmul)
         self.versions: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
         """Returns the rate of the fastest of ten products of `[2048, 1024]` and `[1024, 1024]`."""
-        times = []
-        for _ in range(10):
-            begin = time.perf_counter()
-            self.product(*self.arrays).block_until_ready()
-            times.append(time.perf_counter() - begin)
-        return {"rate": 4 * self.size**3 / min(times)}
+        return {"rate": product_rate()}
 
 
 def step_flops(config: ModelConfig, num_depths: int, rows: int, length: int) -> float:

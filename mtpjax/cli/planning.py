@@ -39,7 +39,9 @@ def add_commands(commands) -> None:
         help="also compile the decoding call for H100s, on the fastest mesh that fits; needs no GPU and takes minutes",
     )
     group = plan.flag_group("requests")
-    group.add_argument(*flag_names("batch_size"), type=int, default=8, help="number of rows to decode together")
+    group.add_argument(
+        *flag_names("batch_size"), type=int, default=8, help="number of rows to decode together, or in an update"
+    )
     group.add_argument("--context", type=int, help="tokens per row (default: 4096, or the model's maximum if lower)")
     group.add_argument("--prefill-chunk", type=int, help="tokens per prefill pass (default: the same as for decoding)")
     group = plan.flag_group("drafts")
@@ -57,13 +59,23 @@ def add_commands(commands) -> None:
         nargs="?",
         const="all",
         choices=("all", "modules"),
-        help="plan the memory for training instead (parameters and optimizer), with all parameters trained (default) "
-        "or only the MTP modules on a frozen trunk",
+        help="plan training instead: the memory of parameters and optimizer, and the time and utilisation of an "
+        "update, with all parameters trained (default) or only the MTP modules on a frozen trunk",
     )
     group = plan.flag_group("output")
     group.add_argument("--output", metavar="FILE", help="JSON file to write; the plot is saved under the same name")
     add_plot_formats_flag(plan)
     commands.add_subcommand("plan", plan, help="estimate a model's memory and speed on several GPUs")
+
+
+def _context_of(options, config) -> int:
+    """Returns the tokens per row. Warns if the model does not support so many."""
+    positions = config.max_position_embeddings
+    context = min(4096, positions) if options.context is None else options.context
+    if context > positions:
+        limit = f"the model's maximum length of {positions} tokens (max_position_embeddings)"
+        print(f"mtpjax plan: --context {context} exceeds {limit}", file=sys.stderr)
+    return context
 
 
 def _load_of(options, config):
@@ -76,11 +88,7 @@ def _load_of(options, config):
     check_minimums(options, num_steps=0)
     if num_steps and not config.num_mtp_modules:
         raise ValueError(f"num_steps must be 0 for a model without MTP modules, got {num_steps}")
-    positions = config.max_position_embeddings
-    context = min(4096, positions) if options.context is None else options.context
-    if context > positions:
-        limit = f"the model's maximum length of {positions} tokens (max_position_embeddings)"
-        print(f"mtpjax plan: --context {context} exceeds {limit}", file=sys.stderr)
+    context = _context_of(options, config)
     # Without a measured accept length, every level is assumed to be accepted with the same probability.
     accept_length = tokens_per_round(0.8, num_steps) if options.accept_length is None else options.accept_length
     if not 1 <= accept_length <= num_steps + 1:
@@ -116,6 +124,8 @@ def _plan(options) -> int:
     from mtpjax.evaluation.compiled_call import stored_shapes
     from mtpjax.evaluation.plan_plots import plot_plan
     from mtpjax.evaluation.roofline import DEVICES
+    from mtpjax.evaluation.update_flops import Trained
+    from mtpjax.evaluation.update_report import add_update_times
 
     # 1. Check the flags before the model is read.
     check_output(options)
@@ -130,6 +140,9 @@ def _plan(options) -> int:
     # A plan for training has a different table, and no rounds.
     if options.train is not None:
         rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
+        trained = Trained(options.train, config.num_mtp_modules)
+        size = {"batch_size": options.batch_size, "row_length": _context_of(options, config)}
+        rows = add_update_times(rows, config, params, device, trained=trained, **size)
         console.print(plan_report.train_table(rows, device, options.count))
         write_json(options.output, rows)
         return 0

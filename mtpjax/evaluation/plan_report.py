@@ -248,11 +248,18 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
     """Returns the rows of `train_rows` as a table to print."""
     from mtpjax.evaluation.tables import number_table
 
-    table = number_table(f"{device.name} x {count}: training, GB per GPU", ("mesh", "arguments", "left"))
+    headings, update = ["mesh", "arguments", "left"], rows[0].get("update") if rows else None
+    headings += ["update, s", "tokens/s", "MFU"] if update else []
+    table = number_table(f"{device.name} x {count}: training, GB per GPU", headings)
     table.caption = "arguments: parameters and AdamW's moments, exact. Gradients and activations are not included: "
     table.caption += "docs/results/meshes.md lists the memory of compiled updates."
+    if update:
+        table.caption += f" update: estimated for {update['batch_size']} rows of {update['row_length']:,} tokens in "
+        table.caption += "bfloat16, with layers computed again in the backward pass, and nothing overlapping."
     for row in rows:
         left = plan.USABLE_SHARE * device.memory - row["bytes"]
         cells = f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"
+        if update := row.get("update"):
+            cells += f"{update['update_seconds']:.3g}", f"{update['tokens_per_second']:,.0f}", f"{update['mfu']:.0%}"
         table.add_row(mesh_text(row["mesh"]), *cells)
     return table

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.cache import empty_cache
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.params import param_shapes
 from mtpjax.models.sharding import CACHE_AXES, path_name
 
@@ -247,19 +247,20 @@ def make_round(
 
 def count_launches(config: ModelConfig, num_steps: int) -> int:
     """Counts the kernel launches in a round at batch 1."""
+    levels = num_steps * (LAUNCHES_PER_LEVEL + launches_of_layer(config, config.mtp_kind)) if num_steps else 0
+    return LAUNCHES_PER_ROUND + sum(launches_of_layer(config, kind) for kind in config.trunk_kinds) + levels
 
-    def of_layer(kind) -> int:
-        is_latent = kind.attention == "latent"
-        return (
-            LAUNCHES_PER_DENSE_LAYER
-            + LAUNCHES_OF_EXPERTS * kind.is_moe
-            + LAUNCHES_OF_QUERY_LATENT * (is_latent and bool(config.q_lora_rank))
-            + LAUNCHES_OF_LINEAR_ATTENTION * (kind.attention == "delta")
-            + LAUNCHES_OF_INDEXER * (kind.indexer == "full")
-        )
 
-    levels = num_steps * (LAUNCHES_PER_LEVEL + of_layer(config.mtp_kind)) if num_steps else 0
-    return LAUNCHES_PER_ROUND + sum(map(of_layer, config.trunk_kinds)) + levels
+def launches_of_layer(config: ModelConfig, kind: LayerKind) -> int:
+    """Counts the kernel launches in a layer."""
+    is_latent = kind.attention == "latent"
+    return (
+        LAUNCHES_PER_DENSE_LAYER
+        + LAUNCHES_OF_EXPERTS * kind.is_moe
+        + LAUNCHES_OF_QUERY_LATENT * (is_latent and bool(config.q_lora_rank))
+        + LAUNCHES_OF_LINEAR_ATTENTION * (kind.attention == "delta")
+        + LAUNCHES_OF_INDEXER * (kind.indexer == "full")
+    )
 
 
 def weights_of(config: ModelConfig, *, weight_bytes: float = 2.0) -> float:

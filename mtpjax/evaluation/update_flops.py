@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.flops import RowCounts, attention_flops, indexer_flops, matrices, product_flops
@@ -69,7 +70,8 @@ def update_flops(
         The parts "trunk", "modules" (the MTP modules or the drafter) and "losses" (the products with the heads); None
         for a drafter that does not count its operations (`TrainedDrafter.network_flops`).
     """
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dict(params), is_leaf=is_scaled)
+    # Only shapes matter, and a block-scaled matrix has the shape of the matrix that it stands for.
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), dict(params), is_leaf=is_scaled)
     head = params["embedding"] if config.tie_word_embeddings else params["head"]
     if trained.drafter is None:
         modules, depth_heads = _module_flops(config, params, rows, trained)
