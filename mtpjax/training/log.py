@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import rich.console
@@ -16,7 +16,21 @@ import rich.progress
 
 from mtpjax.data.jsonl_writer import JsonlWriter, read_resumable_records
 from mtpjax.training.run_dir import METRICS_FILE, PROFILE_FOLDER
-from mtpjax.training.utilisation import UpdateWork
+
+
+class UpdateWork(NamedTuple):
+    """What an update processes.
+
+    Attributes:
+        tokens: tokens of the batch, including padding.
+        flops: expected model FLOPs, the mean over the training rows; None for a drafter that does not count them.
+        peak_flops: FLOP/s of all devices in the compute dtype, from the data sheet; None for an unknown device, such as
+            a CPU.
+    """
+
+    tokens: int
+    flops: float | None
+    peak_flops: float | None
 
 
 class MetricsLog:

@@ -51,7 +51,7 @@ def measure_update(
     """
     if config.trunk_states is not None:
         raise ValueError("profiling runs the trunk in every update: leave out trunk_states")
-    if any(size > 1 for _, size in config.mesh):
+    if any(size > 1 for size in dict(config.mesh).values()):
         raise ValueError("only updates on one device can be profiled: leave out mesh, or predict with --predict")
     run = Run(config, evaluations=1)
     stream = run.corpus.batches(config.batch_size, seed=config.seed)

@@ -1,7 +1,5 @@
 """Counts what an update of a run processes, for its logged speed and model FLOPs utilisation."""
 
-from typing import NamedTuple
-
 import jax
 
 from mtpjax.drafters.trained import TrainedDrafter
@@ -11,21 +9,7 @@ from mtpjax.models.flops import RowCounts
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus
 from mtpjax.training.gradients import TrainSpec
-
-
-class UpdateWork(NamedTuple):
-    """What an update processes.
-
-    Attributes:
-        tokens: tokens of the batch, including padding.
-        flops: expected model FLOPs, the mean over the training rows; None for a drafter that does not count them.
-        peak_flops: FLOP/s of all devices in the compute dtype, from the data sheet; None for an unknown device, such as
-            a CPU.
-    """
-
-    tokens: int
-    flops: float | None
-    peak_flops: float | None
+from mtpjax.training.log import UpdateWork
 
 
 def trained_part(config: TrainConfig, spec: TrainSpec) -> Trained:

@@ -12,9 +12,8 @@ from mtpjax.evaluation.roofline import DEVICES, find_device
 from mtpjax.evaluation.update_flops import Trained, total_flops, update_flops
 from mtpjax.models.flops import RowCounts
 from mtpjax.training import log, utilisation
-from mtpjax.training.log import MetricsLog, read_metrics
+from mtpjax.training.log import MetricsLog, UpdateWork, read_metrics
 from mtpjax.training.run import Run
-from mtpjax.training.utilisation import UpdateWork
 from tests.helpers import training_runs
 
 NARROW = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "head_dim": 8}
