@@ -21,7 +21,7 @@ from mtpjax.console import narrow_table
 from mtpjax.evaluation.compiled_call import stored_shapes
 from mtpjax.evaluation.roofline import DEVICES
 from mtpjax.evaluation.update_flops import Trained
-from mtpjax.evaluation.update_report import plot_updates, predict_profile
+from mtpjax.evaluation.update_report import predict_profile
 from mtpjax.evaluation.update_roofline import UpdateSetting
 from mtpjax.models.flops import RowCounts
 
@@ -33,13 +33,12 @@ KINDS = (("all", True), ("all", False), ("modules", True))  # what is trained, a
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predicts the updates, prints them, and writes a JSON file and a plot."""
+    """Predicts the updates, prints them, and writes a JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="h100", choices=DEVICES)
     parser.add_argument("--output", type=pathlib.Path, default=RESULT, help=f"JSON file to write (default: {RESULT})")
-    parser.add_argument("--plot", type=pathlib.Path, help="file for a plot of the rows of 4,096 and 32,768 tokens")
     options = parser.parse_args(argv)
-    device, rows, shown = DEVICES[options.device], [], {}
+    device, rows = DEVICES[options.device], []
     table = narrow_table(f"a training update on {device.name}: predicted, not measured; milliseconds")
     for heading in ("model", "GPUs", "trains", "remat", "rows", "tokens", *PARTS, "sum", "MFU"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -53,16 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 setting = UpdateSetting({"fsdp": count}, counts, trained, recomputes and trains == "all")
                 profile = predict_profile(config, params, device, setting)
                 rows.append({"model": name, "remat": remat, **profile})
-                if num_rows == 1 and (trains == "modules" or recomputes):
-                    shown[f"{name}, {trains}, {length:,} tokens"] = profile
                 seconds = {part["name"]: part["seconds"] for part in profile["parts"]}
                 cells = [f"{1e3 * seconds[part]:.1f}" if part in seconds else "-" for part in PARTS]
                 cells += [f"{1e3 * profile['update_seconds']:.0f}", f"{profile['mfu']:.0%}"]
                 table.add_row(name, str(count), trains, remat, str(num_rows), f"{length:,}", *cells)
     write(options.output, {**about(argv), "rows": rows})
-    if options.plot is not None:
-        title = f"Parts of a training update on {device.name}, one row per GPU\nPredicted, not measured"
-        plot_updates(options.plot, shown, title=title)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return 0
 

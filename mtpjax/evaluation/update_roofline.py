@@ -20,10 +20,10 @@ from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import num_shards, param_spec, path_name
 
 PRODUCT_SHARE = 0.7  # share of the peak that large bfloat16 products reach
-ATTENTION_SHARE = 0.35  # the same for attention: FlashAttention-2 on an H100 (2407.08608, figure 5)
+ATTENTION_SHARE = 0.35  # the same for attention: FlashAttention-2 on an H100 (2407.08608)
 BACKWARD_ATTENTION = 2.5  # operations of attention's backward pass by those of its forward pass: 5 products, not 2
-# Elements of activations that norms, rotations, gates, residuals and copies move for each element that a product reads or
-# writes. Counted in the kernels of a dense 8B's layer that XLA compiles for an H100.
+# Elements of activations that norms, rotations, gates, residuals and copies move for each element that a product reads
+# or writes. Counted in the kernels of a dense 8B's layer that XLA compiles for an H100.
 ELEMENTWISE = 1.7
 LOGIT_BYTES = {"forward": 8, "backward": 16}  # per float32 logit: written and read, then again with its gradient
 OPTIMIZER_BYTES = 32  # per parameter: read the gradient twice, read and write the parameter and its two moments
