@@ -90,9 +90,15 @@ def update_flops(
     return {"trunk": trunk, "modules": modules, "losses": _add(losses, depth_heads)}
 
 
+def flops_by_part(parts: Mapping[str, PartFlops]) -> dict[str, float]:
+    """Returns the operations of each part's forward pass, and of the whole "backward" pass."""
+    forward = {name: part.forward for name, part in parts.items()}
+    return {**forward, "backward": sum(part.backward for part in parts.values())}
+
+
 def total_flops(parts: Mapping[str, PartFlops]) -> float:
     """Returns the operations of forward and backward pass over all parts."""
-    return sum(part.forward + part.backward for part in parts.values())
+    return sum(flops_by_part(parts).values())
 
 
 def _layers(config: ModelConfig, params: Any, kinds, rows: RowCounts, *, is_trained: bool) -> PartFlops:

@@ -13,9 +13,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.flops import RowCounts
 from mtpjax.models.sharding import mesh_text
 
-Profile = Mapping[
-    str, Any
-]  # a JSON object: a prediction from here, or a measurement (`mtpjax.training.update_profile`)
+Profile = Mapping[str, Any]  # JSON: a prediction, or a measurement by `mtpjax.training.update_profile`
 
 
 def predict_profile(config: ModelConfig, params: Any, device: Device, setting: UpdateSetting) -> dict[str, Any]:
@@ -29,8 +27,8 @@ def predict_profile(config: ModelConfig, params: Any, device: Device, setting: U
         "batch_size": count * setting.rows.num_rows,
         "row_length": setting.rows.row_length,
         "trains": setting.trained.trains,
-        "parts": [part._asdict() for part in parts],
-        "update_seconds": sum(part.seconds for part in parts),
+        "parts": parts,
+        "update_seconds": sum(part["seconds"] for part in parts),
         "peak_flops": device.peak_flops("bfloat16"),
     }
     tokens = profile["batch_size"] * profile["row_length"]
@@ -88,12 +86,8 @@ def tables(profile: Profile):
     unit, scale = ("TFLOP", 1e12) if profile["peak_flops"] > 1e13 else ("GFLOP", 1e9)
     table = number_table(title, ("ms", "share", unit, f"{unit}/s", "MFU"), "part")
     whole = sum(part["seconds"] for part in profile["parts"])
-    total = {
-        "name": "sum",
-        "seconds": whole,
-        "flops": None if mfu_of(profile) is None else sum(part["flops"] for part in profile["parts"]),
-    }
-    for part in (*profile["parts"], total):
+    flops = sum(part["flops"] or 0.0 for part in profile["parts"])
+    for part in (*profile["parts"], {"name": "sum", "seconds": whole, "flops": flops}):
         seconds = part["seconds"]
         table.add_row(part["name"], f"{1e3 * seconds:,.1f}", f"{seconds / whole:.0%}", *_rates(part, scale, profile))
     table.caption = f"{unit}: model FLOPs of one device; what the backward pass computes again does not count. "

@@ -13,7 +13,7 @@ import jax
 
 from mtpjax.evaluation.plan_rounds import GPUS_PER_NODE
 from mtpjax.evaluation.roofline import Device, launches_of_layer
-from mtpjax.evaluation.update_flops import PartFlops, Trained, total_flops, update_flops
+from mtpjax.evaluation.update_flops import PartFlops, Trained, flops_by_part, update_flops
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.flops import ROUTED_EXPERTS, RowCounts, matrices
 from mtpjax.models.params import is_of_modules
@@ -47,20 +47,6 @@ class UpdateSetting(NamedTuple):
     recomputes_layers: bool = True
 
 
-class UpdatePart(NamedTuple):
-    """A part of an update on one device.
-
-    Attributes:
-        name: the name.
-        flops: model FLOPs.
-        seconds: predicted or measured time.
-    """
-
-    name: str
-    flops: float
-    seconds: float
-
-
 class _Pass(NamedTuple):
     """The work of a forward pass over some layers on one device."""
 
@@ -72,7 +58,7 @@ class _Pass(NamedTuple):
     launches: int
 
 
-def predict_update(config: ModelConfig, params: Any, device: Device, setting: UpdateSetting) -> tuple[UpdatePart, ...]:
+def predict_update(config: ModelConfig, params: Any, device: Device, setting: UpdateSetting) -> list[dict[str, Any]]:
     """Predicts the parts of an update on one device of a mesh.
 
     Args:
@@ -82,8 +68,8 @@ def predict_update(config: ModelConfig, params: Any, device: Device, setting: Up
         setting: the update, which trains the model or its MTP modules.
 
     Returns:
-        "trunk", "modules" and "losses" (their forward passes), "backward", "optimizer" and "links" (collectives, which
-        are left out on a single device).
+        The "name", "flops" (model FLOPs) and "seconds" of "trunk", "modules" and "losses" (their forward passes),
+        "backward", "optimizer" and "links" (collectives, which are left out on a single device).
     """
     rows, trained, sizes = setting.rows, setting.trained, setting.sizes
     counted = update_flops(config, params, rows, trained)
@@ -104,25 +90,19 @@ def predict_update(config: ModelConfig, params: Any, device: Device, setting: Up
     )
     backward += (heads.backward + heads.forward) / flops + logits * LOGIT_BYTES["backward"] / bandwidth
     # 3. The optimiser updates a device's shards of the trained parameters.
-    own = _trained_elements(params, trained.trains, sizes)
-    optimizer = own * OPTIMIZER_BYTES / bandwidth + OPTIMIZER_LAUNCHES * device.seconds_per_launch
-    parts = [
-        UpdatePart("trunk", counted["trunk"].forward, _forward_seconds(trunk, device) * trained.runs_trunk),
-        UpdatePart("modules", counted["modules"].forward, _forward_seconds(module, device)),
-        UpdatePart("losses", heads.forward, heads.forward / flops + logits * LOGIT_BYTES["forward"] / bandwidth),
-        UpdatePart("backward", sum(each.backward for each in counted.values()), backward),
-        UpdatePart("optimizer", 0.0, optimizer),
-    ]
+    is_trained = lambda name: trained.trains != "modules" or is_of_modules(name)
+    own = sum(size / shards for name, size, _, shards in _shards(params, sizes) if is_trained(name))
+    seconds = {
+        "trunk": _forward_seconds(trunk, device) * trained.runs_trunk,
+        "modules": _forward_seconds(module, device),
+        "losses": heads.forward / flops + logits * LOGIT_BYTES["forward"] / bandwidth,
+        "backward": backward,
+        "optimizer": own * OPTIMIZER_BYTES / bandwidth + OPTIMIZER_LAUNCHES * device.seconds_per_launch,
+    }
     if math.prod(sizes.values()) > 1:
-        parts.append(UpdatePart("links", 0.0, _link_seconds(config, params, device, setting)))
-    assert math.isclose(sum(part.flops for part in parts), total_flops(counted))
-    return tuple(parts)
-
-
-def utilisation(parts: Iterable[UpdatePart], peak_flops: float) -> float:
-    """Returns the model FLOPs utilisation of an update; `peak_flops` are the FLOP/s of one device."""
-    parts = list(parts)
-    return sum(part.flops for part in parts) / (sum(part.seconds for part in parts) * peak_flops)
+        seconds["links"] = _link_seconds(config, params, device, setting)
+    operations = flops_by_part(counted)
+    return [{"name": name, "flops": operations.get(name, 0.0), "seconds": took} for name, took in seconds.items()]
 
 
 def _pass(config: ModelConfig, params: Any, counted: PartFlops, kinds: Iterable[LayerKind], setting) -> _Pass:
@@ -139,7 +119,9 @@ def _pass(config: ModelConfig, params: Any, counted: PartFlops, kinds: Iterable[
         moved += times * (shape[0] + math.prod(shape[1:]))
     leaves, weight_bytes = jax.tree.leaves(params), 4.0
     if setting.trained.trains == "modules" and "trunk" in params:
-        weight_bytes = sum(map(_nbytes, leaves)) / sum(math.prod(leaf.shape) for leaf in leaves)
+        sizes = [math.prod(leaf.shape) for leaf in leaves]
+        nbytes = (size * leaf.dtype.itemsize for size, leaf in zip(sizes, leaves, strict=True))
+        weight_bytes = sum(nbytes) / sum(sizes)
     launches = sum(launches_of_layer(config, kind) for kind in kinds)
     return _Pass(counted.products, counted.attention, tokens * moved, weights, weight_bytes, launches)
 
@@ -166,21 +148,11 @@ def _backward_seconds(work: _Pass, device: Device, setting: UpdateSetting) -> fl
     return seconds + work.attention / (ATTENTION_SHARE * device.flops) + 2 * ELEMENTWISE * work.moved / bandwidth
 
 
-def _nbytes(leaf: Any) -> float:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
 def _shards(params: Any, sizes: Mapping[str, int]) -> Iterable[tuple[str, int, int, int]]:
     """Yields the path, elements, bytes and shards of every parameter."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name, size = path_name(path), math.prod(leaf.shape)
         yield name, size, size * leaf.dtype.itemsize, num_shards(param_spec(name, leaf.shape, sizes), sizes)
-
-
-def _trained_elements(params: Any, trains: str, sizes: Mapping[str, int]) -> float:
-    return sum(
-        size / shards for name, size, _, shards in _shards(params, sizes) if trains != "modules" or is_of_modules(name)
-    )
 
 
 def _link_seconds(config: ModelConfig, params: Any, device: Device, setting: UpdateSetting) -> float:
@@ -201,11 +173,10 @@ def _link_seconds(config: ModelConfig, params: Any, device: Device, setting: Upd
         if is_trained and others > 1:
             sent += 2 * 4 * size / shards * (others - 1) / others
     # Rows travel to the experts of other devices and back, in the forward pass, its repetition and the backward pass.
-    if expert > 1:
-        trained_layers = [kind for kind in config.trunk_kinds if trains != "modules"]
-        trained_layers += [config.mtp_kind] * setting.trained.num_depths
-        forward = sum(kind.is_moe for kind in (*config.trunk_kinds, *[config.mtp_kind] * setting.trained.num_depths))
-        passes = forward + sum(kind.is_moe for kind in trained_layers) * (1 + setting.recomputes_layers)
-        sent += passes * 2 * 2 * (expert - 1) * setting.rows.tokens * config.hidden_size
+    trunk_layers = sum(kind.is_moe for kind in config.trunk_kinds)
+    module_layers = config.mtp_kind.is_moe * setting.trained.num_depths
+    trained_layers = trunk_layers * (trains != "modules") + module_layers
+    passes = trunk_layers + module_layers + trained_layers * (1 + setting.recomputes_layers)
+    sent += passes * 2 * 2 * (expert - 1) * setting.rows.tokens * config.hidden_size
     is_one_node = math.prod(sizes.values()) <= GPUS_PER_NODE
     return sent / (device.link if is_one_node else device.network)

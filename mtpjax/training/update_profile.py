@@ -19,7 +19,7 @@ from mtpjax.drafters.forward import read_layers
 from mtpjax.evaluation.machine import Stopwatch, product_rate
 from mtpjax.evaluation.profile_file import device_properties
 from mtpjax.evaluation.trust import waiting_problem
-from mtpjax.evaluation.update_flops import update_flops
+from mtpjax.evaluation.update_flops import flops_by_part, update_flops
 from mtpjax.evaluation.update_report import mfu_of
 from mtpjax.models.flops import RowCounts
 from mtpjax.models.forward import trunk_states
@@ -90,7 +90,9 @@ def measure_update(
     progress(total, total)
     # 3. Disturbances only add time, so compare the fastest times.
     fastest = {name: min(each) for name, each in seconds.items()}
-    parts = _parts(fastest, _flops(config, run, RowCounts.of_segments(batch.segment_ids)))
+    counts = RowCounts.of_segments(batch.segment_ids)
+    counted = update_flops(run.model.config, run.state.params, counts, trained_part(config, run.spec))
+    parts = _parts(fastest, None if counted is None else flops_by_part(counted))
     profile = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **device_properties(),
@@ -144,15 +146,6 @@ def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = jax.block_until_ready(call())
     return time.perf_counter() - begin, result
-
-
-def _flops(config: TrainConfig, run: Run, rows: RowCounts) -> dict[str, float] | None:
-    """Returns the model FLOPs of the parts that compute products; None for a drafter that does not count them."""
-    counted = update_flops(run.model.config, run.state.params, rows, trained_part(config, run.spec))
-    if counted is None:
-        return None
-    forward = {name: part.forward for name, part in counted.items()}
-    return {**forward, "backward": sum(part.backward for part in counted.values())}
 
 
 def _parts(fastest: dict[str, float], flops: dict[str, float] | None) -> list[dict[str, Any]]:

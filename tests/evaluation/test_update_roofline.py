@@ -40,7 +40,7 @@ ROWS = RowCounts.full(2, 128)
 def predict(device, *, config=DENSE, sizes=None, trained=None, **more):
     setting = UpdateSetting(sizes or {"fsdp": 1}, ROWS, trained or Trained("all", 1), **more)
     parts = predict_update(config, stored_shapes(config, has_fp8=False), device, setting)
-    return {part.name: part.seconds for part in parts}
+    return {part["name"]: part["seconds"] for part in parts}
 
 
 @pytest.mark.parametrize("recomputes", [True, False])

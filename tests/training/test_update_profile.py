@@ -61,12 +61,11 @@ def test_programs_do_more_and_more_of_an_update(text, tmp_path):
     for name, call in update_profile._prefixes(run.spec).items():
         cost: Any = jax.jit(call).lower(run.state.params, rows, totals, 0.3, 1.0).compile().cost_analysis()
         flops[name] = cost["flops"]
-    counted = update_profile._flops(config, run, update_profile.RowCounts.full(*batch.tokens.shape))
-    assert counted is not None
+    heads = 2 * 2 * 256 * 16 * batch.tokens.size  # of the trunk and one depth
     assert flops["trunk"] < flops["modules"] < flops["losses"]
     # The losses run no backward pass, which is twice the forward pass.
     assert flops["backward"] > 2.2 * flops["losses"]
-    assert flops["losses"] - flops["modules"] > 0.9 * counted["losses"]
+    assert flops["losses"] - flops["modules"] > 0.9 * heads
 
 
 @pytest.mark.parametrize(
