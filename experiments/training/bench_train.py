@@ -8,11 +8,11 @@ few steps per round, and ratios are computed within rounds. PyTorch runs eagerly
 is timed, the engines make their first updates from the same parameters on the same batches; losses that differ by
 more than 1e-4 raise an error.
 
-The cost of D depths is compared with their share of the arithmetic, which is the FLOPs of all matmuls, counted in the
-traced forward pass and multiplied by three (the embedding table is only read). Each product and the attention are
-also timed separately in both libraries. The limit is the time for this
-arithmetic at the rate at which XLA multiplies two matrices with the same threads in the same round. The memory is what
-XLA's compiled step needs in addition to its arguments, with all logits and with `vocab_chunk` columns at a time.
+The cost of D depths is compared with their share of the arithmetic, which is the model FLOPs of an update
+(`mtpjax.evaluation.update_flops`). Each product and the attention are also timed separately in both libraries. The
+limit is the time for this arithmetic at the rate at which XLA multiplies two matrices with the same threads in the same
+round. The memory is what XLA's compiled step needs in addition to its arguments, with all logits and with `vocab_chunk`
+columns at a time.
 """
 
 import argparse

@@ -8,11 +8,9 @@ JSON.
 
 import dataclasses
 import functools
-import math
 import pathlib
 import re
 import tempfile
-import time
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import numpy as np
 from experiments.common.child import serve, version_of
 from experiments.common.decode_checkpoints import SHAPES as DECODED
 from mtpjax import ModelConfig, TrainConfig
-from mtpjax.evaluation.machine import Stopwatch
+from mtpjax.evaluation.machine import Stopwatch, product_rate
 from mtpjax.host import keep_freed_memory
 
 SHAPES = {  # Llama-like, float32
@@ -271,51 +269,23 @@ class Products:
     """Measures how fast XLA multiplies matrices with these threads, in FLOP/s. Not an engine."""
 
     def __init__(self):
-        import jax
-        import jax.numpy as jnp
-
-        self.size = 1024
-        self.arrays = (jnp.ones((2 * self.size, self.size)), jnp.ones((self.size, self.size)))
-        self.product = jax.jit(jnp.matmul)
         self.versions: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
         """Returns the rate of the fastest of ten products of `[2048, 1024]` and `[1024, 1024]`."""
-        times = []
-        for _ in range(10):
-            begin = time.perf_counter()
-            self.product(*self.arrays).block_until_ready()
-            times.append(time.perf_counter() - begin)
-        return {"rate": 4 * self.size**3 / min(times)}
+        return {"rate": product_rate()}
 
 
-def step_flops(config: ModelConfig, num_depths: int, rows: int, length: int) -> int:
-    """Returns the FLOPs of a step's matrix products, which are three times those in the forward pass's trace.
+def step_flops(config: ModelConfig, num_depths: int, rows: int, length: int) -> float:
+    """Returns the model FLOPs of a step on rows that each hold one document (`mtpjax.evaluation.update_flops`)."""
+    from mtpjax.evaluation.update_flops import Trained, total_flops, update_flops
+    from mtpjax.models.flops import RowCounts
+    from mtpjax.models.params import param_shapes
 
-    Attention counts in full, not only the half below the diagonal.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from mtpjax import MTPModel, forward, init_params
-
-    model = MTPModel(config)
-    params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    run = functools.partial(forward, model=model, num_depths=num_depths)
-    return 3 * _product_flops(jax.make_jaxpr(run)(params, tokens).jaxpr)
-
-
-def _product_flops(jaxpr) -> int:
-    """Counts two FLOPs for each multiplication of every `dot_general`; the trace has no loops."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
-        total += sum(_product_flops(inner.jaxpr) for inner in equation.params.values() if hasattr(inner, "jaxpr"))
-    return total
+    trained = Trained(num_depths=num_depths)
+    parts = update_flops(config, param_shapes(config), RowCounts.full(rows, length), trained)
+    assert parts is not None, "MTP modules are always counted"
+    return total_flops(parts)
 
 
 def loss_memory(

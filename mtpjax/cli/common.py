@@ -21,11 +21,11 @@ PROMPT_FILE_HELP = (
 )
 
 
-def add_model_path_flag(parser) -> None:
+def add_model_path_flag(parser, *, is_required: bool = True) -> None:
     parser.flag_group("model").add_argument(
         "--model-path",
         "--model",
-        required=True,
+        required=is_required,
         help="a checkpoint, a training run's folder, a Hugging Face directory, a GGUF file, or a Hugging Face Hub "
         "repository: org/name, org/name@revision or org/name/file.gguf",
     )
@@ -39,8 +39,8 @@ def add_model_type_flag(parser) -> None:
     )
 
 
-def add_decoding_model_flags(parser) -> None:
-    add_model_path_flag(parser)
+def add_decoding_model_flags(parser, *, is_required: bool = True) -> None:
+    add_model_path_flag(parser, is_required=is_required)
     parser.flag_group("model").add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,

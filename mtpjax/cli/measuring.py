@@ -10,8 +10,9 @@ from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, check
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.prediction import add_prediction_flags, print_prediction
+from mtpjax.cli.update_profile import add_update_flags, profile_update
 from mtpjax.console import progress_bar
-from mtpjax.errors import printable
+from mtpjax.errors import UsageError, printable
 from mtpjax.messages import count_of
 
 DEFAULT_PROFILE_STEPS = 5  # deepest draft of `mtpjax profile` with MTP modules
@@ -26,9 +27,9 @@ def add_commands(commands) -> None:
 def _add_profile(commands) -> None:
     profile = command_parser(
         "Measure how long decoding rounds with 0 to --num-steps draft levels take on this device, per batch size. "
-        "`mtpjax generate --depth-policy adaptive` reads the output."
+        "`mtpjax generate --depth-policy adaptive` reads the output. With --train, measure a training update instead."
     )
-    common.add_decoding_model_flags(profile)
+    common.add_decoding_model_flags(profile, is_required=False)
     profile.flag_group("drafts").add_argument(
         *config_flags.flag_names("num_steps"),
         type=int,
@@ -50,10 +51,11 @@ def _add_profile(commands) -> None:
     profile.flag_group("output").add_argument(
         "--output",
         metavar="FILE",
-        help="file to write (default: profile.json in the drafter's or the model's folder)",
+        help="file to write (default: profile.json in the drafter's or the model's folder; with --train, none)",
     )
     add_prediction_flags(profile)
-    commands.add_subcommand("profile", profile, help="measure what drafting costs, by depth and batch size")
+    add_update_flags(profile)
+    commands.add_subcommand("profile", profile, help="measure what drafting costs, or the parts of a training update")
 
 
 def _add_eval(commands) -> None:
@@ -152,6 +154,10 @@ def _prompt_choice(options):
 
 
 def _profile(options) -> int:
+    if options.train is not None:
+        return profile_update(options)
+    if options.model_path is None:
+        raise UsageError("--model-path is missing; see --help")
     drafter_path = options.speculative_draft_model_path
     # This default is for MTP modules. Other drafters have different defaults.
     check_no_drafts(options)

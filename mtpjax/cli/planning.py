@@ -41,7 +41,9 @@ def add_commands(commands) -> None:
         "the first mesh that fits; needs no GPU and takes minutes",
     )
     group = plan.flag_group("requests")
-    group.add_argument(*flag_names("batch_size"), type=int, default=8, help="number of rows to decode together")
+    group.add_argument(
+        *flag_names("batch_size"), type=int, default=8, help="number of rows to decode together, or in an update"
+    )
     group.add_argument("--context", type=int, help="tokens per row (default: 4096, or the model's maximum if lower)")
     group.add_argument("--prefill-chunk", type=int, help="tokens per prefill pass (default: the same as for decoding)")
     group = plan.flag_group("drafts")
@@ -59,13 +61,24 @@ def add_commands(commands) -> None:
         nargs="?",
         const="all",
         choices=("all", "modules"),
-        help="plan the memory for training instead, with all parameters trained (default) or only the MTP modules on a "
-        "frozen trunk; --batch-size is spread over the GPUs, and --num-steps is the number of trained depths",
+        help="plan training instead: the memory of an update for each remat, its time and its utilisation, with all "
+        "parameters trained (default) or only the MTP modules on a frozen trunk; --batch-size is spread over the GPUs, "
+        "and --num-steps is the number of trained depths",
     )
     group = plan.flag_group("output")
     group.add_argument("--output", metavar="FILE", help="JSON file to write; the plot is saved under the same name")
     add_plot_formats_flag(plan)
     commands.add_subcommand("plan", plan, help="estimate a model's memory and speed on several GPUs")
+
+
+def _context_of(options, config) -> int:
+    """Returns the tokens per row. Warns if the model does not support so many."""
+    positions = config.max_position_embeddings
+    context = min(4096, positions) if options.context is None else options.context
+    if context > positions:
+        limit = f"the model's maximum length of {positions} tokens (max_position_embeddings)"
+        print(f"mtpjax plan: --context {context} exceeds {limit}", file=sys.stderr)
+    return context
 
 
 def _load_of(options, config):
@@ -78,11 +91,7 @@ def _load_of(options, config):
     check_minimums(options, num_steps=0)
     if num_steps and not config.num_mtp_modules:
         raise ValueError(f"num_steps must be 0 for a model without MTP modules, got {num_steps}")
-    positions = config.max_position_embeddings
-    context = min(4096, positions) if options.context is None else options.context
-    if context > positions:
-        limit = f"the model's maximum length of {positions} tokens (max_position_embeddings)"
-        print(f"mtpjax plan: --context {context} exceeds {limit}", file=sys.stderr)
+    context = _context_of(options, config)
     # Without a measured accept length, every level is assumed to be accepted with the same probability.
     accept_length = tokens_per_round(0.8, num_steps) if options.accept_length is None else options.accept_length
     if not 1 <= accept_length <= num_steps + 1:

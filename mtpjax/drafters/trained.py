@@ -16,6 +16,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Drafter, Weights
 from mtpjax.decoding.limits import DraftLimits
 from mtpjax.drafters.scoring import PreparedDrafter, own_head
+from mtpjax.models.flops import RowCounts
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.parallel import num_shards
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
@@ -142,6 +143,22 @@ class TrainedDrafter(Drafter):
             The outputs of every level.
         """
         raise NotImplementedError
+
+    def network_flops(
+        self, network: dict[str, Any], rows: RowCounts, num_levels: int, num_anchors: int
+    ) -> tuple[float, float] | None:
+        """Counts the operations of the network without its heads in a teacher-forced pass, for training's utilisation.
+
+        Args:
+            network: the drafter's parameters, or their shapes.
+            rows: the rows of the pass.
+            num_levels: number of levels.
+            num_anchors: number of anchors per row, if the drafter draws them.
+
+        Returns:
+            The operations in products with matrices and in attention (`mtpjax.models.flops`); None: not counted.
+        """
+        return None
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the drafter is for a different trunk or does not support the settings."""

@@ -1,6 +1,6 @@
 """Describes the machine that runs a measurement, and measures how much other programs disturb the measurement.
 
-Only `describe_device` imports JAX.
+Only `describe_device` and `product_rate` import JAX.
 """
 
 import contextlib
@@ -31,6 +31,20 @@ def describe_device(count: int = 1) -> str:
         machine = describe_machine()
         return f"{machine['cpu']}, {machine['cores']} cores"
     return device.device_kind + f" x {count}" * (count > 1)
+
+
+def product_rate(dtype: str = "float32") -> float:
+    """Measures how fast XLA multiplies two large matrices, in FLOP/s, as the fastest of ten products."""
+    import jax.numpy as jnp
+
+    size, times = 1024, []
+    left, right = jnp.ones((2 * size, size), dtype), jnp.ones((size, size), dtype)
+    jnp.matmul(left, right).block_until_ready()
+    for _ in range(10):
+        begin = time.perf_counter()
+        jnp.matmul(left, right).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return 4 * size**3 / min(times)
 
 
 def has_waiting_times() -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.cache import empty_cache
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.params import param_shapes
 from mtpjax.models.sharding import CACHE_AXES, path_name
 
@@ -46,6 +46,10 @@ class Device:
     link: float
     network: float
 
+    def peak_flops(self, dtype: str) -> float:
+        """Returns the FLOP/s of dense matrix products in "bfloat16", or in "float32", which JAX multiplies as TF32."""
+        return self.flops / (1 if dtype == "bfloat16" else 2)
+
 
 # The bandwidth shares are estimates from the kernels' machine code, based on loads in flight and instructions per tile.
 DEVICES = {
@@ -53,6 +57,19 @@ DEVICES = {
     "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6, 450e9, 50e9),
     "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6, 448e9, 50e9),
 }
+
+
+def find_device(device_kind: str) -> Device | None:
+    """Returns the figures of the GPU with JAX's name `device_kind`, such as "NVIDIA H100 80GB HBM3".
+
+    Returns None for other devices, and for the slower PCIe forms of these GPUs.
+    """
+    words = device_kind.lower().split()
+    if "pcie" in words or "nvl" in words:
+        return None
+    return next((device for name, device in DEVICES.items() if name in words), None)
+
+
 # Launch counts from `python -m experiments.kernels.gpu_launches`, for modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
 LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention, because XLA runs convolution, decay and gates
@@ -230,19 +247,20 @@ def make_round(
 
 def count_launches(config: ModelConfig, num_steps: int) -> int:
     """Counts the kernel launches in a round at batch 1."""
+    levels = num_steps * (LAUNCHES_PER_LEVEL + launches_of_layer(config, config.mtp_kind)) if num_steps else 0
+    return LAUNCHES_PER_ROUND + sum(launches_of_layer(config, kind) for kind in config.trunk_kinds) + levels
 
-    def of_layer(kind) -> int:
-        is_latent = kind.attention == "latent"
-        return (
-            LAUNCHES_PER_DENSE_LAYER
-            + LAUNCHES_OF_EXPERTS * kind.is_moe
-            + LAUNCHES_OF_QUERY_LATENT * (is_latent and bool(config.q_lora_rank))
-            + LAUNCHES_OF_LINEAR_ATTENTION * (kind.attention == "delta")
-            + LAUNCHES_OF_INDEXER * (kind.indexer == "full")
-        )
 
-    levels = num_steps * (LAUNCHES_PER_LEVEL + of_layer(config.mtp_kind)) if num_steps else 0
-    return LAUNCHES_PER_ROUND + sum(map(of_layer, config.trunk_kinds)) + levels
+def launches_of_layer(config: ModelConfig, kind: LayerKind) -> int:
+    """Counts the kernel launches in a layer."""
+    is_latent = kind.attention == "latent"
+    return (
+        LAUNCHES_PER_DENSE_LAYER
+        + LAUNCHES_OF_EXPERTS * kind.is_moe
+        + LAUNCHES_OF_QUERY_LATENT * (is_latent and bool(config.q_lora_rank))
+        + LAUNCHES_OF_LINEAR_ATTENTION * (kind.attention == "delta")
+        + LAUNCHES_OF_INDEXER * (kind.indexer == "full")
+    )
 
 
 def weights_of(config: ModelConfig, *, weight_bytes: float = 2.0) -> float:

@@ -124,7 +124,7 @@ def loss_and_gradients(
     objective, trainable = spec.objective, trainable_params(params, spec.trains)
 
     def forward_of(trainable, rows):
-        return _forward({**params, **trainable}, rows, spec)
+        return forward_rows({**params, **trainable}, rows, spec)
 
     # The LK hybrid's w depends on the overlap of the whole batch, and gets no gradient.
     def overlap_of(found: _Forward):
@@ -158,7 +158,7 @@ def loss_and_gradients(
     return sum_over_parts(lambda rows: differentiate(trainable, rows, overlap), parts)
 
 
-def _forward(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
+def forward_rows(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
     """Runs the trunk (or reads its cached states) and every depth, then computes the loss terms at each position."""
     tokens, segment_ids, loss_mask, states, anchors = rows
     model, num_depths, drafter = spec.model, spec.num_depths, spec.drafter

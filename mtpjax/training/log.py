@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import rich.console
@@ -16,6 +16,21 @@ import rich.progress
 
 from mtpjax.data.jsonl_writer import JsonlWriter, read_resumable_records
 from mtpjax.training.run_dir import METRICS_FILE, PROFILE_FOLDER
+
+
+class UpdateWork(NamedTuple):
+    """What an update processes.
+
+    Attributes:
+        tokens: tokens of the batch, including padding.
+        flops: expected model FLOPs, the mean over the training rows; None for a drafter that does not count them.
+        peak_flops: FLOP/s of all devices in the compute dtype, from the data sheet; None for an unknown device, such as
+            a CPU.
+    """
+
+    tokens: int
+    flops: float | None
+    peak_flops: float | None
 
 
 class MetricsLog:
@@ -54,8 +69,15 @@ class MetricsLog:
         self.stack.__exit__(*error)
 
     def restart_clock(self, step: int) -> None:
-        """Starts measuring tokens per second from here, so that evaluations and saving do not count."""
-        self.step, self.time = step, time.perf_counter()
+        """Starts measuring speed from here, so that evaluations and saving do not count."""
+        self.step, self.time, self.seconds_waited = step, time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the time inside the context as time in which the run waits for data."""
+        begin = time.perf_counter()
+        yield
+        self.seconds_waited += time.perf_counter() - begin
 
     def record(self, row: dict[str, Any]) -> None:
         """Appends a row, a dict with at least `step`."""
@@ -66,19 +88,26 @@ class MetricsLog:
         if self.send:
             self.send(row)
 
-    def record_step(self, row: dict[str, Any], *, tokens_per_step: int, progress: float) -> None:
-        """Records an update, with the speed since the last row.
+    def record_step(self, row: dict[str, Any], *, work: UpdateWork, progress: float) -> None:
+        """Records an update, with the speed, the utilisation and the share of time without data since the last row.
 
         Args:
             row: at least `step`, `seconds` and `bits`, the losses of trunk and depths.
+            work: what an update processes.
+            progress: fraction of the run that is done, 0..1.
         """
-        step, bits = row["step"], row["bits"]
-        rate = (step - self.step) * tokens_per_step / (time.perf_counter() - self.time)
+        step, bits, seconds = row["step"], row["bits"], time.perf_counter() - self.time
+        updates_per_second, data_wait = (step - self.step) / seconds, self.seconds_waited / seconds
         self.restart_clock(step)
-        self.record({**row, "tokens_per_second": rate})
+        rate = updates_per_second * work.tokens
+        flops = None if work.flops is None else updates_per_second * work.flops
+        mfu = None if flops is None or work.peak_flops is None else flops / work.peak_flops
+        speed = {"tokens_per_second": rate, "model_flops_per_second": flops, "mfu": mfu, "data_wait": data_wait}
+        self.record({**row, **speed})
         if self.show:
             text = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={loss:.3f}" for depth, loss in enumerate(bits))
-            self.show(progress, f"update={step} {text} tokens/s={rate:.0f}", row["seconds"])
+            text += f" tokens/s={rate:.0f}" + ("" if mfu is None else f" mfu={mfu:.1%}") + f" data_wait={data_wait:.1%}"
+            self.show(progress, f"update={step} {text}", row["seconds"])
 
 
 def peak_memory_bytes() -> int:

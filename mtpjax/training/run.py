@@ -46,6 +46,7 @@ from mtpjax.training.run_settings import check_settings, resolve_remat, settings
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.trackers import open_trackers, require_trackers
 from mtpjax.training.train_state import TrainState, init_train_state
+from mtpjax.training.utilisation import update_work
 from mtpjax.training.yaml_config import model_to_yaml
 
 logger = logging.getLogger("mtpjax.train")
@@ -86,7 +87,8 @@ class Run:
         if initial is not None:
             params, self.drafter = add_drafter(params, initial, config=config, corpus=self.corpus, model=self.model)
         self.panel_settings = {"model": self.model, "num_depths": panel_depths, "drafter": self.drafter}
-        self.state, self.step = self._compile(params, num_depths, objective)
+        self.state, self.step, self.spec = self._compile(params, num_depths, objective)
+        self.work = update_work(config, self.spec, self.state.params, self.corpus)
         # Tracing without computing finds a faulty objective before an old run is replaced.
         if objective is not None:
             rows = self.corpus.batches(config.batch_size, seed=config.seed)
@@ -96,8 +98,8 @@ class Run:
 
     def _compile(
         self, params: dict, num_depths: int, objective: ObjectiveFunction | None
-    ) -> tuple[TrainState, Callable[..., Any]]:
-        """Returns the state before the first update, and the jitted update."""
+    ) -> tuple[TrainState, Callable[..., Any], TrainSpec]:
+        """Returns the state before the first update, the jitted update, and its static settings."""
         config, optimizer, out_shardings = self.config, make_optimizer(self.config), None
         params = params if self.mesh is None else shard_params(params, self.mesh)
         state = init_train_state(params, optimizer, config.trains)
@@ -124,7 +126,7 @@ class Run:
             seed=config.seed,
         )
         step = functools.partial(train_step, spec=spec, optimizer=optimizer)
-        return state, jax.jit(step, donate_argnames="state", out_shardings=out_shardings)
+        return state, jax.jit(step, donate_argnames="state", out_shardings=out_shardings), spec
 
     @contextlib.contextmanager
     def open(self, *, resume: bool, overwrite: bool, allowed_changes: Sequence[str]) -> Iterator[None]:
@@ -194,7 +196,9 @@ class Run:
         while clock.progress < 1 and not self.is_stopped:
             progress = clock.progress
             self.trace(clock.step)
-            self.update(*next(stream))
+            with self.log.waiting_for_data():
+                row_indices, batch = next(stream)
+            self.update(row_indices, batch)
             # `finish` does the last evaluation. The others happen when progress passes a multiple of 1 / evaluations.
             if clock.progress >= 1 or self.is_stopped:
                 break
@@ -210,9 +214,10 @@ class Run:
     def update(self, row_indices: np.ndarray, batch: packing.Batch) -> None:
         """Runs one update and logs it. `row_indices` selects the cached trunk states of the batch."""
         config, clock = self.config, self.clock
-        states = self._read_trunk_states(row_indices)
-        if self.mesh is not None:
-            batch = shard_batch(batch, self.mesh)
+        with self.log.waiting_for_data():
+            states = self._read_trunk_states(row_indices)
+            if self.mesh is not None:
+                batch = shard_batch(batch, self.mesh)
         # Learning rate, lambda and mix depend on the progress before the update.
         progress = clock.progress
         learning_rate = learning_rate_at(progress, config)
@@ -223,17 +228,16 @@ class Run:
         clock.tick()
         self._check_finite(metrics)
         if clock.step % config.log_every == 0:
-            tokens = config.batch_size * config.row_length
             row = {
                 "step": clock.step,
                 "seconds": clock.seconds,
                 "bits": [float(loss) / math.log(2) for loss in jax.device_get(metrics["losses"])],
                 "learning_rate": learning_rate,
                 "gradient_norm": float(metrics["gradient_norm"]),
-                "tokens": clock.step * tokens,
+                "tokens": clock.step * self.work.tokens,
                 "memory_bytes": peak_memory_bytes(),
             }
-            self.log.record_step(row, tokens_per_step=tokens, progress=clock.progress)
+            self.log.record_step(row, work=self.work, progress=clock.progress)
         if self.callbacks:
             values = jax.device_get(metrics).items()
             self.last_metrics = {name: value if value.ndim else value.item() for name, value in values}

@@ -16,7 +16,7 @@ from mtpjax.training.anchors import draw_anchors, keep_anchors
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.data_parallel import sharded_loss_and_gradients
 from mtpjax.training.gradients import Rows, TrainSpec, loss_and_gradients
-from mtpjax.training.losses import all_targets, batch_totals
+from mtpjax.training.losses import BatchTotals, all_targets, batch_totals
 from mtpjax.training.train_state import TrainState, trainable_params
 
 
@@ -129,22 +129,7 @@ def train_step(
         >>> int(state.step), metrics["losses"].shape
         (1, (2,))
     """
-    num_depths, drafter = spec.num_depths, spec.drafter
-    if states is not None and spec.trains != "modules":
-        raise ValueError(f"cached trunk states need a frozen trunk, but trains={spec.trains!r} updates the trunk")
-    # Count the targets of the whole batch first, so that the losses of its shards are shares that add up. The overlap,
-    # which the LK hybrid also needs, is only known after a forward pass.
-    tokens, segment_ids, loss_mask, cached = jax.tree.map(jnp.asarray, (*batch, states))
-    if drafter is not None:
-        loss_mask = mask_undraftable(state.params, tokens, loss_mask, spec.model.config.vocab_size)
-    _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-    # The anchors depend only on the seed and the step, so a resumed run draws the same ones.
-    anchors = None
-    if drafter is not None and drafter.draws_anchors:
-        key = jax.random.fold_in(jax.random.key(spec.seed), state.step)
-        anchors = draw_anchors(key, is_valid[1], spec.num_anchors)
-    rows = Rows(tokens, segment_ids, loss_mask, cached, anchors)
-    totals = batch_totals(keep_anchors(is_valid, anchors), jnp.zeros(num_depths))
+    rows, totals = prepare_rows(state, batch, states, spec=spec)
     # Compute loss and gradients. On a mesh, they are summed over the devices.
     compute_gradients = functools.partial(loss_and_gradients, spec=spec)
     if spec.mesh is not None:
@@ -161,3 +146,29 @@ def train_step(
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
     metrics = {"loss": loss, "losses": losses, "gradient_norm": norm, "is_finite": is_finite}
     return kept.replace(step=state.step + 1), metrics
+
+
+def prepare_rows(
+    state: TrainState, batch: Batch, states: jax.Array | np.ndarray | None, *, spec: TrainSpec
+) -> tuple[Rows, BatchTotals]:
+    """Returns what loss and gradients read for a batch: its rows, with their anchors, and its target counts.
+
+    Raises:
+        ValueError: `states` are given but the trunk is trained.
+    """
+    num_depths, drafter = spec.num_depths, spec.drafter
+    if states is not None and spec.trains != "modules":
+        raise ValueError(f"cached trunk states need a frozen trunk, but trains={spec.trains!r} updates the trunk")
+    # Count the targets of the whole batch first, so that the losses of its shards are shares that add up. The overlap,
+    # which the LK hybrid also needs, is only known after a forward pass.
+    tokens, segment_ids, loss_mask, cached = jax.tree.map(jnp.asarray, (*batch, states))
+    if drafter is not None:
+        loss_mask = mask_undraftable(state.params, tokens, loss_mask, spec.model.config.vocab_size)
+    _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
+    # The anchors depend only on the seed and the step, so a resumed run draws the same ones.
+    anchors = None
+    if drafter is not None and drafter.draws_anchors:
+        key = jax.random.fold_in(jax.random.key(spec.seed), state.step)
+        anchors = draw_anchors(key, is_valid[1], spec.num_anchors)
+    rows = Rows(tokens, segment_ids, loss_mask, cached, anchors)
+    return rows, batch_totals(keep_anchors(is_valid, anchors), jnp.zeros(num_depths))

@@ -1,4 +1,4 @@
-"""Plans the memory of training on several GPUs: which mesh and `remat` fit, and how long rows can be."""
+"""Plans training on several GPUs: which mesh and `remat` fit, how long rows can be, and how long an update takes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,11 @@ from typing import Any
 
 from mtpjax.evaluation.plan import USABLE_SHARE
 from mtpjax.evaluation.roofline import Device
+from mtpjax.evaluation.update_flops import Trained
+from mtpjax.evaluation.update_report import predict_profile
+from mtpjax.evaluation.update_roofline import UpdateSetting
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.flops import RowCounts
 from mtpjax.models.sharding import mesh_text
 from mtpjax.training.compiled_update import CompiledUpdate
 from mtpjax.training.update_memory import REMATS, UpdateShape, choose_remat, estimate_update, longest_row
@@ -32,6 +36,9 @@ def train_rows(
         row: dict[str, Any] = {"mesh": dict(mesh), "arguments": estimates[remat].arguments}
         row["temps"] = {each: estimate.temp for each, estimate in estimates.items()}
         row |= {"remat": remat, "fits": estimates[remat].total <= memory}
+        counts = RowCounts.full(shape.tokens // shape.row_length, shape.row_length)
+        setting = UpdateSetting(mesh, counts, Trained(shape.trains, shape.num_depths), remat == "layers")
+        row["update"] = predict_profile(config, params, device, setting)
         rows.append(row | {"longest_row": longest_row(config, params, mesh, shape, memory)})
     return rows
 
@@ -40,20 +47,25 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, shape: Update
     """Returns the rows of `train_rows` as a table to print."""
     from mtpjax.evaluation.tables import number_table
 
-    headings = ("arguments", *(f"temp:\n{remat}" for remat in REMATS), "remat", "longest\nrow")
+    headings = ("state", *(f"temp:\n{remat}" for remat in REMATS), "remat", "longest\nrow", "s", "MFU")
     text = f"{shape.tokens // shape.row_length} x {shape.row_length} tokens"
     table = number_table(f"{device.name}: training, GB per GPU, {text} each", headings, "mesh")
     table.caption = (
-        "arguments: parameters and AdamW's moments, exact. temp: estimated, for each remat. remat: the fastest that "
-        f"fits in {USABLE_SHARE:.0%} of {device.memory / 1e9:.0f} GB. longest row: with remat layers, one row per GPU."
+        "state: parameters and AdamW's moments, exact. temp: estimated, for each remat. remat: the fastest that "
+        f"fits in {USABLE_SHARE:.0%} of {device.memory / 1e9:.0f} GB. longest row: with remat layers, one row per GPU. "
+        "s and MFU: estimated time and utilisation of an update, without overlap."
     )
     for row in rows:
-        temps = (f"{nbytes / 1e9:.2f}" for nbytes in row["temps"].values())
+        temps = (_gigabytes(nbytes) for nbytes in row["temps"].values())
         chosen = row["remat"] if row["fits"] else "no room"
-        table.add_row(
-            mesh_text(row["mesh"]), f"{row['arguments'] / 1e9:.2f}", *temps, chosen, f"{row['longest_row']:,}"
-        )
+        times = f"{row['update']['update_seconds']:.3g}", f"{row['update']['mfu']:.0%}"
+        cells = _gigabytes(row["arguments"]), *temps, chosen, f"{row['longest_row']:,}", *times
+        table.add_row(mesh_text(row["mesh"]), *cells)
     return table
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f}" if nbytes < 1e11 else f"{nbytes / 1e9:.0f}"
 
 
 def compiled_line(row: Mapping[str, Any], found: CompiledUpdate) -> str:

@@ -34,7 +34,7 @@ def test_arithmetic_is_that_of_the_shapes(depths):
     config, rows, length = SHAPES["tiny"], 2, 16
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    layer = D * (heads + 2 * kv_heads) * H + heads * H * D + 3 * D * F + 2 * length * heads * H
+    layer = D * (heads + 2 * kv_heads) * H + heads * H * D + 3 * D * F + (length + 1) * heads * H  # causal pairs
     head, project = D * config.vocab_size, 2 * D * D
     per_token = config.num_hidden_layers * layer + head + depths * (layer + project + head)
     assert step_flops(config, depths, rows, length) == 3 * 2 * rows * length * per_token

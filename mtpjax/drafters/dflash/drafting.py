@@ -22,6 +22,7 @@ from mtpjax.drafters.modules import HIDDEN_BUFFER, BufferedDrafter, ModulesState
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter, embed, embedding_table
 from mtpjax.models.cache import Cache, commit, empty_cache
+from mtpjax.models.flops import RowCounts, matrices, product_flops
 from mtpjax.models.layers.entries import append
 from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.model import MTPModel, multiply_head
@@ -59,6 +60,26 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def max_levels(self) -> int:
         """Number of drafts in a block."""
         return self.architecture.num_drafts
+
+    def network_flops(
+        self, network: dict[str, Any], rows: RowCounts, num_levels: int, num_anchors: int
+    ) -> tuple[float, float]:
+        """Counts the context's projections at every token, and the layers and small heads at every slot of a block.
+
+        A slot attends to its block and to the context before its anchor, which is drawn uniformly from the documents.
+        Windows inside a block do not reduce the count.
+        """
+        own, block = self.architecture, self.architecture.block
+        slots = rows.num_rows * num_anchors * own.block_size
+        layers = {name: leaf for name, leaf in network.items() if name.startswith("layer")}
+        small = [network[name].shape for name in ("markov_step", "confidence_out") if name in network]
+        keys = 2 * block.num_key_value_heads * block.head_dim * block.hidden_size * block.num_hidden_layers
+        context = product_flops(block, [("fc", network["fc"].shape)]) + 2 * keys
+        each = product_flops(block, [*matrices(layers), *(("", shape) for shape in small)])
+        tokens = max(int(rows.lengths.sum()), 1)
+        seen = sum(rows.pairs(window) / tokens - 1 + own.block_size for window in own.windows)
+        attention = 2 * block.num_attention_heads * (block.head_dim + block.value_dim) * slots * seen
+        return rows.tokens * context + slots * each, attention
 
     def num_scratch_slots(self, decoder: Decoder) -> int:
         """Returns the maximum number of slots that extending and the block write after the committed text."""

@@ -13,6 +13,7 @@ from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config, eagle3_levels
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter, embed, embedding_table
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.flops import RowCounts, attention_flops, matrices, product_flops
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFTER
 from mtpjax.models.view import Entries, View
@@ -73,6 +74,17 @@ class Eagle3Drafter(TrainedDrafter, CachedDrafter):
         """Returns the sizes of one module. Later levels run the network on its own output."""
         own = self.architecture
         return ModuleSizes(1, own.block, own.kinds, own.features_size)
+
+    def network_flops(
+        self, network: dict[str, Any], rows: RowCounts, num_levels: int, num_anchors: int
+    ) -> tuple[float, float]:
+        """Counts the projection of the trunk's states once, and the layers at every level."""
+        own = self.architecture
+        layers = {name: leaf for name, leaf in network.items() if name.startswith("layer")}
+        once = product_flops(own.block, [("fc", network["fc"].shape)])
+        each = product_flops(own.block, matrices(layers))
+        attention = num_levels * attention_flops(own.block, own.kinds, rows)
+        return rows.tokens * (once + num_levels * each), attention
 
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int

@@ -20,6 +20,7 @@ from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter
 from mtpjax.drafters.tree import extend_ancestor_mask, tree_builder
+from mtpjax.models.flops import RowCounts
 from mtpjax.models.model import MTPModel, TrunkOutput, multiply_head
 from mtpjax.models.params import DRAFTER
 from mtpjax.models.view import read_rows
@@ -96,6 +97,13 @@ class MedusaDrafter(TrainedDrafter):
                 f"acceptance '{config.rule}' draws each node's children, but a static tree holds the best candidates: "
                 "use 'greedy', 'sample' or a lossy rule, or leave out choices"
             )
+
+    def network_flops(
+        self, network: dict[str, Any], rows: RowCounts, num_levels: int, num_anchors: int
+    ) -> tuple[float, float]:
+        """Counts the residual layers of the heads that run."""
+        size = self.architecture.hidden_size**2
+        return 2.0 * size * self.architecture.num_layers * num_levels * rows.tokens, 0.0
 
     @property
     def head_names(self) -> tuple[str, ...]:
