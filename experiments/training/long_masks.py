@@ -47,7 +47,7 @@ CONFIGS = {
 def compile_update(name: str, num_tokens: int) -> Any:
     """Compiles an update over one row of `num_tokens` tokens. Returns XLA's memory analysis."""
     config, num_depths = CONFIGS[name], DEPTHS[name]
-    model = MTPModel(config, scan_layers=name != "DFlash", implementation="xla", remat=True, dtype=jnp.bfloat16)
+    model = MTPModel(config, scan_layers=name != "DFlash", implementation="xla", remat="layers", dtype=jnp.bfloat16)
     settings = TrainConfig(drafter="dflash" if name == "DFlash" else "mtp", init_from="unused", num_depths=num_depths)
     optimizer = make_optimizer(settings)
     drafter = new_drafter(settings, config) if name == "DFlash" else None
