@@ -9,13 +9,14 @@ keys and sinks to their result through the log-sum-exp, and computes the gradien
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose
-from pallas_kernels.range_attention import blocks
+from pallas_kernels.range_attention import blocks, kernels
 from pallas_kernels.range_attention.blocks import NO_SCORE
 from pallas_kernels.range_attention.ranges import KeyRanges
 
@@ -71,7 +72,7 @@ def range_attention(
         empty = (jnp.zeros((B, K, T, 0, each.shape[-1]), q.dtype) for each in (key, value))
         own = OwnKeys(next(empty), next(empty), jnp.zeros((B, T, 0), bool))
     shape = {"batch": B, "heads": K, "queries": T * G, "keys": S, "width": H, "values": value.shape[-1]}
-    chosen = choose("range_attention", implementation, ("xla",), shape | {"dtype": str(q.dtype)})
+    chosen = choose("range_attention", implementation, ("xla", "triton"), shape | {"dtype": str(q.dtype)})
     arrays = _Arrays(q, key, value, own.key, own.value, sinks)
     output: jax.Array = _attend(arrays, (ranges, own.mask), scale, chosen)
     return output
@@ -126,7 +127,7 @@ def _forward(arrays: _Arrays, masks: tuple[KeyRanges, jax.Array], scale: float, 
     (q, key, value, own_key, own_value, sinks), (ranges, own_mask) = arrays, masks
     # 1. The ranges.
     dtype = jnp.float32 if arrays.has_more else q.dtype
-    output, log_sum = _forms(implementation).forward(q, key, value, ranges, scale=scale, dtype=dtype)
+    output, log_sum = _form(implementation, "forward")(q, key, value, ranges, scale=scale, dtype=dtype)
     if not arrays.has_more:
         return output, (arrays, masks, output, log_sum)
     # 2. The total log-sum-exp, with the queries' own keys and the sinks.
@@ -149,7 +150,7 @@ def _backward(scale: float, implementation: str, saved: Any, gradient: jax.Array
     delta = jnp.einsum("BKTGV,BKTGV->BKTG", gradient, output, preferred_element_type=jnp.float32)
     # 1. The ranges. Their weights follow from the total log-sum-exp.
     dtype = jnp.float32 if arrays.has_more else q.dtype
-    query_gradient, key_gradient, value_gradient = _forms(implementation).backward(
+    query_gradient, key_gradient, value_gradient = _form(implementation, "backward")(
         q, key, value, ranges, gradient, log_sum, delta, scale=scale, dtype=dtype
     )
     # 2. The queries' own keys.
@@ -172,10 +173,11 @@ def _backward(scale: float, implementation: str, saved: Any, gradient: jax.Array
 _attend.defvjp(_forward, _backward)
 
 
-def _forms(implementation: str):
-    """Returns the module that computes the ranges."""
-    assert implementation == "xla"
-    return blocks
+def _form(implementation: str, name: str) -> Callable[..., Any]:
+    """Returns `forward` or `backward` of the implementation."""
+    if implementation == "xla":
+        return getattr(blocks, name)
+    return functools.partial(getattr(kernels, name), interpret=implementation == "interpreted")
 
 
 def _own_scores(q: jax.Array, keys: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
