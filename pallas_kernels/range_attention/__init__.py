@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dispatch import choose
 from pallas_kernels.range_attention import blocks, kernels
 from pallas_kernels.range_attention.blocks import NO_SCORE
@@ -71,11 +72,32 @@ def range_attention(
     if own is None:
         empty = (jnp.zeros((B, K, T, 0, each.shape[-1]), q.dtype) for each in (key, value))
         own = OwnKeys(next(empty), next(empty), jnp.zeros((B, T, 0), bool))
-    shape = {"batch": B, "heads": K, "queries": T * G, "keys": S, "width": H, "values": value.shape[-1]}
-    chosen = choose("range_attention", implementation, ("xla", "triton"), shape | {"dtype": str(q.dtype)})
+    shape: dict[str, int | str] = {"batch": B, "heads": K, "group": G, "queries": T * G, "keys": S, "width": H}
+    shape |= {"values": value.shape[-1], "ranges": ranges.first.shape[2], "dtype": str(q.dtype)}
+    chosen = choose("range_attention", implementation, ("xla", "triton"), shape, make_case=make_case)
     arrays = _Arrays(q, key, value, own.key, own.value, sinks)
-    output: jax.Array = _attend(arrays, (ranges, own.mask), scale, chosen)
+    output: jax.Array = _attend(arrays, (ranges, own.mask), scale, "xla" if q.size * S == 0 else chosen)
     return output
+
+
+def make_case(shape: Shape) -> Case:
+    """Makes a call that also computes the gradients of queries, keys and values, for packed documents."""
+    B, K, G, S, H, V, R = (shape[name] for name in ("batch", "heads", "group", "keys", "width", "values", "ranges"))
+    T, keys, dtype = max(shape["queries"] // G, 1), random_keys(), shape["dtype"]
+    q, key, value = (random_normal(keys, size, dtype) for size in ((B, K, T, G, H), (B, K, S, H), (B, K, S, V)))
+    # Each query attends to its third of the keys, up to its own place, which is cut into R ranges.
+    last = jnp.arange(T)[:, None] + (S - T)
+    document = S // 3 + 1
+    cuts = jnp.maximum(last // document * document, 0) + (last % document + 1) * jnp.arange(R + 1) // R
+    ranges = KeyRanges(*(jnp.broadcast_to(each.astype(jnp.int32), (B, T, R)) for each in (cuts[:, :-1], cuts[:, 1:] - 1)))
+    gradient = random_normal(keys, (B, K, T, G, V), dtype)
+    return functools.partial(with_gradients, scale=H**-0.5), (q, key, value, ranges, gradient)
+
+
+def with_gradients(q, key, value, ranges: KeyRanges, gradient, **settings):
+    """Computes `range_attention`, and the gradients of q, key and value for a `gradient` of the output."""
+    output, pull = jax.vjp(lambda *arrays: range_attention(*arrays, ranges, **settings), q, key, value)
+    return output, pull(gradient)
 
 
 def range_attention_reference(q, key, value, ranges, *, scale, own=None, sinks=None) -> jax.Array:

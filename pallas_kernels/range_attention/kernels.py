@@ -159,9 +159,9 @@ class _Call:
         """
         tiles = self.program.tiles
         num_blocks = pl.cdiv(self.num_rows, tiles.rows)
-        begin_key = jnp.arange(0, self.num_keys, tiles.slots)[:, None]
+        begin_key = jnp.arange(0, self.num_keys, tiles.slots)[None, :, None]
         last_key = jnp.minimum(begin_key + tiles.slots, self.num_keys) - 1
-        index = jnp.arange(num_blocks)
+        index = jnp.arange(num_blocks)[None, None, :]
         bounds: list[jax.Array] = []
         for first, last in zip(limits[::2], limits[1::2], strict=True):
 

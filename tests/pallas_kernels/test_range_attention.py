@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.range_attention import KeyRanges, OwnKeys, blocks, range_attention, range_attention_reference
+from pallas_kernels.attention_blocks import Tiles
+from pallas_kernels.range_attention import (
+    KeyRanges,
+    OwnKeys,
+    blocks,
+    kernels,
+    range_attention,
+    range_attention_reference,
+)
 
 CASES = {
     "causal": {},
@@ -68,7 +76,9 @@ def operands(case, seed=0, dtype=jnp.float32):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
+    """Small blocks, so that rows and keys fill several, with different numbers of rows and keys for the kernels."""
     monkeypatch.setattr(blocks, "BLOCK", 8)
+    monkeypatch.setattr(kernels, "_choose_tiles", lambda *_: Tiles(32, 16, 4, 2))
 
 
 def call(function, q, key, value, ranges, own, sinks, **settings):
@@ -76,24 +86,39 @@ def call(function, q, key, value, ranges, own, sinks, **settings):
 
 
 by_blocks, reference = (functools.partial(call, each) for each in (range_attention, range_attention_reference))
+by_kernels = functools.partial(by_blocks, implementation="interpreted")
+FORMS = {"blocks": by_blocks, "kernels": by_kernels}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_reference(name):
-    q, key, value, ranges, own, sinks = operands(CASES[name])
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(function, arrays, weights):
+    """Returns the output and the gradients. Cases of the same shapes share the compiled function."""
+    q, key, value, ranges, own, sinks = arrays
+
+    def compute(q, key, value, pair, sinks):
+        keys = None if own is None else OwnKeys(*pair, own.mask)
+        output = function(q, key, value, ranges, keys, sinks)
+        return (output * weights).sum(), output
+
+    differentiated = q, key, value, None if own is None else own[:2], sinks
+    return jax.grad(compute, argnums=(0, 1, 2, 3, 4), has_aux=True)(*differentiated)
+
+
+# Interpreted kernels compile for some seconds per shape, so the default cases are those that share one.
+SLOW = ("window of a recycled depth", "sinks", "levels", "narrow values, one head", "one token", "one block", "only sinks")
+COMPARED = [("blocks", name) for name in CASES]
+COMPARED += [pytest.param("kernels", name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+
+
+@pytest.mark.parametrize(("form", "name"), COMPARED)
+def test_values_and_gradients_are_those_of_the_reference(form, name):
+    arrays = operands(CASES[name])
+    q, value = arrays[0], arrays[2]
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(*q.shape[:4], value.shape[-1])), jnp.float32)
-
-    def loss(function):
-        def compute(q, key, value, pair, sinks):
-            keys = None if own is None else OwnKeys(pair[0], pair[1], own.mask)
-            return (function(q, key, value, ranges, keys, sinks) * weights).sum()
-
-        return jax.jit(jax.grad(compute, argnums=(0, 1, 2, 3, 4)))
-
-    arrays = (q, key, value, ranges, own, sinks)
-    np.testing.assert_allclose(by_blocks(*arrays), reference(*arrays), atol=2e-6)
-    differentiated = (q, key, value, None if own is None else own[:2], sinks)
-    found, wanted = (loss(function)(*differentiated) for function in (by_blocks, reference))
+    (found, output), (wanted, expected) = (
+        with_gradients(function, arrays, weights) for function in (FORMS[form], reference)
+    )
+    np.testing.assert_allclose(output, expected, atol=2e-6)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), found, wanted)
 
 
