@@ -34,6 +34,7 @@ from mtpjax.console import narrow_table
 from mtpjax.data.packing import Batch
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.compiled_call import h100_mesh, stored_shapes
+from mtpjax.models.config import Implementation
 from mtpjax.models.params import is_of_modules, param_shapes
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import mesh_text, param_shardings
@@ -77,7 +78,14 @@ class CompiledUpdate(NamedTuple):
     text: str
 
 
-def compile_update(config: ModelConfig, trains: Trained, mesh: Mesh, *, num_tokens: int = TOKENS) -> CompiledUpdate:
+def compile_update(
+    config: ModelConfig,
+    trains: Trained,
+    mesh: Mesh,
+    *,
+    num_tokens: int = TOKENS,
+    implementation: Implementation = "xla",
+) -> CompiledUpdate:
     """Compiles an update.
 
     Args:
@@ -85,8 +93,9 @@ def compile_update(config: ModelConfig, trains: Trained, mesh: Mesh, *, num_toke
         trains: "all", or "modules" on a frozen trunk in fp8.
         mesh: of devices to compile for, such as `h100_mesh`; each has one row.
         num_tokens: tokens of a row.
+        implementation: how kernels run.
     """
-    model = MTPModel(config, scan_layers=True, implementation="xla", remat=True, dtype=jnp.bfloat16)
+    model = MTPModel(config, scan_layers=True, implementation=implementation, remat=True, dtype=jnp.bfloat16)
     settings = TrainConfig(trains=trains)
     objective, optimizer = dataclasses.replace(settings.objective, vocab_chunk=VOCAB_CHUNK), make_optimizer(settings)
 

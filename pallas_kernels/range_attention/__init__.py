@@ -62,7 +62,7 @@ def range_attention(
         `[B, K, T, G, V]` in q's dtype.
 
     Raises:
-        ValueError: the shapes do not match.
+        ValueError: the shapes do not match, or the kernel was requested for columns that do not fit into registers.
     """
     (B, K, T, G, H), S = q.shape, key.shape[2]
     is_right = key.shape == (B, K, S, H) and value.shape[:3] == (B, K, S)
@@ -74,7 +74,9 @@ def range_attention(
         own = OwnKeys(next(empty), next(empty), jnp.zeros((B, T, 0), bool))
     shape: dict[str, int | str] = {"batch": B, "heads": K, "group": G, "queries": T * G, "keys": S, "width": H}
     shape |= {"values": value.shape[-1], "ranges": ranges.first.shape[2], "dtype": str(q.dtype)}
-    chosen = choose("range_attention", implementation, ("xla", "triton"), shape, make_case=make_case)
+    reason = kernels.unsupported_reason(q, value)
+    offered = ("xla", "triton")
+    chosen = choose("range_attention", implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
     arrays = _Arrays(q, key, value, own.key, own.value, sinks)
     output: jax.Array = _attend(arrays, (ranges, own.mask), scale, "xla" if q.size * S == 0 else chosen)
     return output
@@ -89,7 +91,9 @@ def make_case(shape: Shape) -> Case:
     last = jnp.arange(T)[:, None] + (S - T)
     document = S // 3 + 1
     cuts = jnp.maximum(last // document * document, 0) + (last % document + 1) * jnp.arange(R + 1) // R
-    ranges = KeyRanges(*(jnp.broadcast_to(each.astype(jnp.int32), (B, T, R)) for each in (cuts[:, :-1], cuts[:, 1:] - 1)))
+    ranges = KeyRanges(
+        *(jnp.broadcast_to(each.astype(jnp.int32), (B, T, R)) for each in (cuts[:, :-1], cuts[:, 1:] - 1))
+    )
     gradient = random_normal(keys, (B, K, T, G, V), dtype)
     return functools.partial(with_gradients, scale=H**-0.5), (q, key, value, ranges, gradient)
 

@@ -61,18 +61,45 @@ def backward(
     return call_by_platform(run, *operands, interpret=interpret)
 
 
-def _choose_tiles(kernel: str, width: int, itemsize: int, platform: str) -> blocks.Tiles:
-    """Chooses the largest tiles that do not spill registers, which were found by compiling for sm_90 and gfx942.
+def unsupported_reason(q, value) -> str | None:
+    """Returns why the kernels do not support arrays, or None if they do."""
+    width = _padded_width(q, value)
+    if width > max(_TILES["cuda"]["keys"]):
+        return f"keys and values of {q.shape[-1]} and {value.shape[-1]} columns do not fit into a program's registers"
+    return None
 
-    Args:
-        kernel: "forward", "queries" or "keys".
-        width: the sum of the widths of keys and values.
-        itemsize: bytes of a number.
-        platform: "cuda" or "rocm".
-    """
+
+def _padded_width(q, value) -> int:
+    """Returns the number of columns of one key and one value in registers."""
+    return sum(padded for array in (q, value) for _, _, padded in blocks.column_slices(array.shape[-1]))
+
+
+# Rows, keys, warps and stages for 2-byte numbers, by the largest `_padded_width`. They are the largest tiles that do
+# not spill registers, which were found by compiling for sm_90 and gfx942. With 128 rows per program, the tensor cores
+# of an H100 need 32 bytes per clock from the L2 cache for their full rate; with 128 keys, 16 bytes.
+_TILES = {
+    "cuda": {
+        "forward": {320: (128, 128, 8, 2), 512: (128, 64, 8, 2)},
+        "queries": {256: (128, 128, 8, 2), 320: (128, 64, 8, 2), 512: (128, 32, 8, 2)},
+        "keys": {128: (64, 128, 8, 2), 256: (32, 128, 8, 2), 320: (16, 128, 8, 2), 512: (16, 64, 8, 2)},
+    },
+    # The shared memory of an MI300X holds one stage.
+    "rocm": {
+        "forward": {256: (128, 64, 8, 1), 320: (128, 32, 8, 1), 512: (64, 32, 4, 1)},
+        "queries": {128: (128, 64, 8, 1), 256: (128, 32, 8, 1), 320: (64, 32, 4, 1), 512: (64, 16, 4, 1)},
+        "keys": {128: (32, 128, 8, 1), 256: (32, 64, 4, 1), 320: (16, 64, 4, 1), 512: (16, 64, 8, 1)},
+    },
+}
+
+
+def _choose_tiles(kernel: str, width: int, itemsize: int, platform: str) -> blocks.Tiles:
+    """Chooses the tiles of a kernel, "forward", "queries" or "keys"."""
+    # float32 is for comparisons. NVIDIA GPUs have no float32 matrix instructions, so both operands are in registers.
     if itemsize == 4:
-        return blocks.Tiles(16, 16, 4, 2)
-    return blocks.Tiles(64, 64, 4, 2)
+        size = 32 if width <= 128 else 16
+        return blocks.Tiles(size, size, 4, 2 if platform == "cuda" else 1)
+    table = _TILES[platform][kernel]
+    return blocks.Tiles(*table[min(most for most in table if width <= most)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +127,7 @@ class _Call:
     @staticmethod
     def of(q, value, scale: float, kernel: str, platform: str) -> "_Call":
         (T, G, H), (S, V) = q.shape[2:], value.shape[2:]
-        tiles = _choose_tiles(kernel, H + V, q.dtype.itemsize, platform)
+        tiles = _choose_tiles(kernel, _padded_width(q, value), q.dtype.itemsize, platform)
         program = blocks.Program(tiles, blocks.column_slices(H), blocks.column_slices(V), scale, is_integer_fp8=False)
         num_columns = {"forward": H + V, "queries": 2 * H + V, "keys": 2 * H + 2 * V}[kernel]
         return _Call(kernel, program, G, T * G, S, num_columns, platform)
@@ -190,47 +217,50 @@ class _Call:
         """Returns which keys exist, or None if all blocks are full."""
         return slot < self.num_keys if self.num_keys % self.program.tiles.slots else None
 
-    def load_limits(self, refs, row: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
+    def load_limits(self, refs, row: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Loads the first and last key of each range of some rows. Rows after the last are like the last row."""
         token = jax.lax.div(jnp.minimum(row, self.num_rows - 1), jnp.int32(self.group_size))
-        for first_ref, last_ref in zip(refs[::2], refs[1::2], strict=True):
-            yield plt.load(first_ref.at[token]), plt.load(last_ref.at[token])
+        loaded = [plt.load(ref.at[token]) for ref in refs]
+        return list(zip(loaded[::2], loaded[1::2], strict=True))
 
     def key_passes(self, limit_refs, row: jax.Array) -> Iterator[tuple]:
         """Yields the passes of a block of rows over blocks of keys, for `attention_blocks.attend_blocks`."""
         size = self.program.tiles.slots
-        for first, last in self.load_limits(limit_refs, row):
+        limits = self.load_limits(limit_refs, row)
 
-            def find(block, is_whole, first=first, last=last):
-                if is_whole:
-                    return pl.ds(block * size, size), None, None
-                slot = block * size + jnp.arange(size)
-                is_visible = (slot[None, :] >= first[:, None]) & (slot[None, :] <= last[:, None])
-                return pl.ds(block * size, size), self.keys_mask(slot), is_visible
+        def find(block, which, is_whole):
+            if is_whole:
+                return pl.ds(block * size, size), None, None
+            slot = block * size + jnp.arange(size)
+            first, last = _select(limits, which)
+            is_visible = (slot[None, :] >= first[:, None]) & (slot[None, :] <= last[:, None])
+            return pl.ds(block * size, size), self.keys_mask(slot), is_visible
 
+        bounds = []
+        for first, last in limits:
             begin = jax.lax.div(jnp.min(first, axis=0), jnp.int32(size))
             end = jax.lax.div(jnp.max(last, axis=0) + size, jnp.int32(size))
             whole_begin = jax.lax.div(jnp.max(first, axis=0) + (size - 1), jnp.int32(size))
             whole_end = jax.lax.div(jnp.min(last, axis=0) + 1, jnp.int32(size))
-            yield from _passes(_ordered(begin, whole_begin, whole_end, end), find)
+            bounds.append(_ordered(begin, whole_begin, whole_end, end))
+        return _passes(bounds, find)
 
     def row_passes(self, bounds_ref, limit_refs, slot: jax.Array) -> Iterator[tuple]:
         """Yields the passes of a block of keys over blocks of rows, with masks `[keys, rows]`."""
         size = self.program.tiles.rows
-        for which in range(len(limit_refs) // 2):
 
-            def find(block, is_whole, which=which):
-                if is_whole:
-                    return pl.ds(block * size, size), None, None
-                row = block * size + jnp.arange(size)
-                first, last = list(self.load_limits(limit_refs, row))[which]
-                is_visible = (slot[:, None] >= first[None, :]) & (slot[:, None] <= last[None, :])
-                is_row = self.rows_mask(row)
-                is_visible = is_visible if is_row is None else is_visible & is_row[None, :]
-                return pl.ds(block * size, size), is_row, is_visible
+        def find(block, which, is_whole):
+            if is_whole:
+                return pl.ds(block * size, size), None, None
+            row = block * size + jnp.arange(size)
+            first, last = _select(self.load_limits(limit_refs, row), which)
+            is_visible = (slot[:, None] >= first[None, :]) & (slot[:, None] <= last[None, :])
+            is_row = self.rows_mask(row)
+            is_visible = is_visible if is_row is None else is_visible & is_row[None, :]
+            return pl.ds(block * size, size), is_row, is_visible
 
-            bounds = [plt.load(bounds_ref.at[jnp.int32(4 * which + place)]) for place in range(4)]
-            yield from _passes(bounds, find)
+        load = lambda place: plt.load(bounds_ref.at[jnp.int32(place)])
+        return _passes([[load(4 * which + n) for n in range(4)] for which in range(len(limit_refs) // 2)], find)
 
 
 def _flatten(array: jax.Array) -> jax.Array:
@@ -254,16 +284,35 @@ def _ordered(begin, whole_begin, whole_end, end) -> tuple:
     return begin, whole_begin, jnp.clip(whole_end, whole_begin, end), end
 
 
-def _passes(bounds, find: Callable) -> Iterator[tuple]:
-    """Yields a pass over the blocks at both ends, which need masks, and a pass over the whole blocks between them."""
-    begin, whole_begin, whole_end, end = bounds
-    num_first = whole_begin - begin
+def _passes(bounds: Sequence[Sequence], find: Callable) -> Iterator[tuple]:
+    """Yields a pass over the blocks at the ends of all ranges, which need masks, and a pass over the whole blocks.
 
-    def find_partial(index):
-        return find(begin + index + jnp.where(index < num_first, 0, whole_end - whole_begin), False)
+    `find` maps a block, its range and whether it is whole to what `attention_blocks.attend_blocks` needs.
+    """
+    ends, whole = [], []
+    for which, (begin, whole_begin, whole_end, end) in enumerate(bounds):
+        ends += [(begin, whole_begin, which), (whole_end, end, which)]
+        whole.append((whole_begin, whole_end, which))
+    for sequences, is_whole in ((ends, False), (whole, True)):
 
-    yield jnp.int32(0), num_first + end - whole_end, find_partial
-    yield whole_begin, whole_end, functools.partial(find, is_whole=True)
+        def locate(index, sequences=sequences, is_whole=is_whole):
+            # The sequences of blocks follow one another.
+            block, which, offset = index, 0, 0
+            for begin, end, own in sequences:
+                block = jnp.where(index >= offset, begin + index - offset, block)
+                which = jnp.where(index >= offset, jnp.int32(own), jnp.int32(which)) if own else which
+                offset += end - begin
+            return find(block, which, is_whole)
+
+        yield jnp.int32(0), sum(end - begin for begin, end, _ in sequences), locate
+
+
+def _select(limits: Sequence[tuple[jax.Array, jax.Array]], which) -> tuple[jax.Array, jax.Array]:
+    """Returns the limits of one range."""
+    first, last = limits[0]
+    for own, (other_first, other_last) in enumerate(limits[1:], start=1):
+        first, last = jnp.where(which == own, other_first, first), jnp.where(which == own, other_last, last)
+    return first, last
 
 
 def _load_columns(ref, rows, is_row, slices) -> list[jax.Array]:

@@ -105,7 +105,15 @@ def with_gradients(function, arrays, weights):
 
 
 # Interpreted kernels compile for some seconds per shape, so the default cases are those that share one.
-SLOW = ("window of a recycled depth", "sinks", "levels", "narrow values, one head", "one token", "one block", "only sinks")
+SLOW = (
+    "window of a recycled depth",
+    "sinks",
+    "levels",
+    "narrow values, one head",
+    "one token",
+    "one block",
+    "only sinks",
+)
 COMPARED = [("blocks", name) for name in CASES]
 COMPARED += [pytest.param("kernels", name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 
