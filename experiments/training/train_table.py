@@ -5,7 +5,7 @@
 
 A 16B-A2.4B model is trained as a whole, in float32 with AdamW. For DeepSeek-V3, only the MTP module is trained, on its
 frozen fp8 trunk. Layers compute in bfloat16 and are recomputed for the backward pass. Each device has one row, and the
-losses are computed over 8192 columns of the vocabulary at a time. All kernels are XLA's.
+losses are computed over 8192 columns of the vocabulary at a time.
 
 `--long` compiles updates of a dense 1B with one module on one H100 instead, for rows of up to 131,072 tokens.
 """
@@ -140,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the cells and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true", help="the dense 1B with rows of different lengths")
+    implementations = ("xla", "triton")
+    parser.add_argument("--implementation", choices=implementations, default="xla", help="(default: %(default)s)")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write (default: in experiments/results)")
     options = parser.parse_args(argv)
     output = options.output or (LONG_RESULT if options.long else RESULT)
@@ -154,9 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_column(heading, justify="right")
     for number, (name, config, trains, sizes, tokens) in enumerate(cells, start=1):
         print(f"{number}/{len(cells)} {name}, {sizes}, {tokens} tokens", file=sys.stderr, flush=True)
-        arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes), num_tokens=tokens)
+        settings = {"num_tokens": tokens, "implementation": options.implementation}
+        arguments, temp, seconds, _ = compile_update(config, trains, h100_mesh(sizes), **settings)
         planned = plan.train_bytes(stored_shapes(config, has_fp8=trains == "modules"), sizes, trains=trains)
         row = {"model": name, "trains": trains, "mesh": sizes, "tokens_per_device": tokens, "arguments": arguments}
+        row |= {"implementation": options.implementation}
         rows.append({**row, "planned": planned, "temp": temp, "cpu_seconds": round(seconds)})
         # Write each cell before the next one begins.
         write(output, {**description, "rows": rows})
