@@ -103,7 +103,11 @@ def make_case(shape: Shape) -> Case:
 
 def with_gradients(q, key, value, ranges: KeyRanges, gradient, **settings):
     """Computes `range_attention`, and the gradients of q, key and value for a `gradient` of the output."""
-    output, pull = jax.vjp(lambda *arrays: range_attention(*arrays, ranges, **settings), q, key, value)
+
+    def attend(q, key, value):
+        return range_attention(q, key, value, ranges, **settings)
+
+    output, pull = jax.vjp(attend, q, key, value)
     return output, pull(gradient)
 
 

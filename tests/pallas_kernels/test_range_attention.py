@@ -102,7 +102,7 @@ def of_all_arrays(function, arrays, weights):
     q, key, value, ranges, own, sinks = arrays
 
     def compute(q, key, value, pair, sinks):
-        keys = None if own is None else OwnKeys(*pair, own.mask)
+        keys = None if own is None else OwnKeys(pair[0], pair[1], own.mask)
         output = function(q, key, value, ranges, keys, sinks)
         return (output * weights).sum(), output
 
@@ -197,7 +197,7 @@ def lowered_shapes(dtype, H=128, V=128):
     q, key, value = (
         jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 2, 300, 4, H), (2, 2, 300, H), (2, 2, 300, V))
     )
-    ranges = KeyRanges(*[jax.ShapeDtypeStruct((2, 300, 1), jnp.int32)] * 2)
+    ranges = jax.eval_shape(lambda: KeyRanges(*[jnp.zeros((2, 300, 1), jnp.int32)] * 2))
     return q, key, value, ranges, jax.ShapeDtypeStruct((2, 2, 300, 4, V), dtype)
 
 
@@ -232,7 +232,7 @@ def test_kernels_lower_inside_shard_map():
 def test_kernels_compile_inside_shard_map_for_h100s():
     mesh = h100_mesh({"data": 2, "tensor": 2})
     with use_abstract_mesh(mesh.abstract_mesh):
-        text = jax.jit(in_shards(mesh)).lower(*lowered_shapes(jnp.bfloat16)).compile().as_text()
+        text = str(jax.jit(in_shards(mesh)).lower(*lowered_shapes(jnp.bfloat16)).compile().as_text())
     assert text.count("__gpu$xla.gpu.triton") == 3
     assert not re.search("all-(gather|reduce|to-all)|collective-permute", text)
 
