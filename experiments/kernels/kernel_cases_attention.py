@@ -54,7 +54,6 @@ _RANGES: list[tuple[tuple[int, int, int, int, int], dict]] = [
     ((8, 4096, 4, 128, 128), {"num_ranges": 2}),
     ((8, 1024, 4, 64, 64), {"dtype": jnp.float32}),
     ((8, 1024, 4, 192, 128), {"dtype": jnp.float32}),
-    ((4, 1024, 4, 256, 256), {"dtype": jnp.float32}),
 ]
 
 

@@ -104,25 +104,15 @@ def _choose_tiles(kernel: str, width: int, itemsize: int, platform: str) -> bloc
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The static numbers of a kernel's call.
+    """The static numbers of a kernel's call."""
 
-    Attributes:
-        kernel: "forward", "queries" or "keys".
-        program: what all programs share.
-        group_size: query heads per key head, G.
-        num_rows: T * G.
-        num_keys: S.
-        num_columns: columns in the products of one row and one key.
-        platform: "cuda" or "rocm".
-    """
-
-    kernel: str
+    kernel: str  # "forward", "queries" or "keys"
     program: blocks.Program
-    group_size: int
-    num_rows: int
-    num_keys: int
-    num_columns: int
-    platform: str
+    group_size: int  # query heads per key head, G
+    num_rows: int  # T * G
+    num_keys: int  # S
+    num_columns: int  # in the products of one row and one key
+    platform: str  # "cuda" or "rocm"
 
     @staticmethod
     def of(q, value, scale: float, kernel: str, platform: str) -> "_Call":
