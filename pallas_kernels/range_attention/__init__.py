@@ -93,7 +93,7 @@ def make_case(shape: Shape) -> Case:
     # Each query attends to its third of the keys, up to its own place, which is cut into R ranges.
     last = jnp.arange(T)[:, None] + (S - T)
     document = S // 3 + 1
-    cuts = jnp.maximum(last // document * document, 0) + (last % document + 1) * jnp.arange(R + 1) // R
+    cuts = jnp.maximum(last // document * document, 0) + (last % document + 1) * jnp.arange(R + 1)[None] // R
     ranges = KeyRanges(
         *(jnp.broadcast_to(each.astype(jnp.int32), (B, T, R)) for each in (cuts[:, :-1], cuts[:, 1:] - 1))
     )
