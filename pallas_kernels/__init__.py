@@ -15,6 +15,7 @@ inputs that share a scale. The package imports nothing from mtpjax.
 | `grouped_matmul` | bytes of the chosen experts with few tokens; multiplications with many tokens |
 | `verify_attention` | bytes of the KV cache; multiplications for latent attention with many heads |
 | `prefill_attention` | multiplications |
+| `range_attention` | multiplications, and with 64 columns exponentials as much |
 | `gated_delta_verify`, `gated_delta_steps` | bytes of the recurrent state; from about 5 tokens on, arithmetic |
 | `gated_delta` | latency of the small sequential matmuls of each chunk |
 | `linear_cross_entropy`, `linear_total_variation` | multiplications |

@@ -135,41 +135,44 @@ def load_slice(ref, rows, row_mask, column_slice, dtype, *, is_integer_fp8=False
     return (loaded.astype(jnp.float32) if ref.dtype.itemsize == 1 else loaded).astype(dtype)
 
 
-def attend_blocks(blocks, find_slots, q, cache_refs, program: Program):
+def dot(one, other):
+    """Multiplies with float32 sums. Products of float32 are exact."""
+    precision = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else None
+    return jnp.dot(one, other, preferred_element_type=jnp.float32, precision=precision)
+
+
+def attend_blocks(passes, q, cache_refs, program: Program):
     """Attends from a block of query rows to blocks of slots in order, inside a kernel.
 
     Args:
-        blocks: The first block, and the end of the range of blocks.
-        find_slots: Maps a block to the range of its slots, the mask of the slots to load, and the mask [rows, slots] of
-            the slots that each query row attends to. In a pool, the range is a page and a range within the page.
+        passes: Triples of a first block, the end of the range of blocks, and a function that maps a block to the range
+            of its slots, the mask of the slots to load (None: all), and the mask [rows, slots] of the slots that each
+            query row attends to (None: all). In a pool, the range is a page and a range within the page.
         q: Slices [rows, columns] of the queries.
         cache_refs: Keys [S, H] and values [S, Hv], or only a latent, whose values are the first slices of its keys. In
             a paged cache, these are pools [P, size, H].
 
     Returns:
         The weighted sum [rows, columns] for each slice of values, the highest score [rows], to which the weights are
-        relative, and the sum of the weights [rows]. A row that attends to nothing gets zeros and a sum of 1.
+        relative, and the sum of the weights [rows]. A row that attends to nothing gets zeros and a sum of 1, and its
+        highest score is `MASKED_SCORE`.
     """
-    dtype = q[0].dtype
     num_rows, is_integer_fp8 = program.tiles.rows, program.is_integer_fp8
-    load = functools.partial(load_slice, dtype=dtype, is_integer_fp8=is_integer_fp8)
+    load = functools.partial(load_slice, dtype=q[0].dtype, is_integer_fp8=is_integer_fp8)
     # Use base 2, because exp2 is a single instruction.
     scale = program.scale * math.log2(math.e) * (FP8_DIVISOR if is_integer_fp8 else 1)
-    dot = functools.partial(
-        jnp.dot,
-        preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-    )
 
-    def body(index, carry):
+    def body(find_slots, index, carry):
         outputs, highest, total = carry
         slots, is_loaded, is_visible = find_slots(index)
         # Compute the scores in float32 and base 2. Slots that are not loaded become 0, because they may hold NaN.
         keys = [load(cache_refs[0], slots, is_loaded, part) for part in program.key_slices]
         scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
         # When the highest score rises, scale the older sums down by the same factor.
-        new_highest = jnp.maximum(highest, jnp.max(jnp.where(is_visible, scores, MASKED_SCORE), axis=1))
-        weights = jnp.where(is_visible, jnp.exp2(scores - new_highest[:, None]), 0.0)
+        visible_scores = scores if is_visible is None else jnp.where(is_visible, scores, MASKED_SCORE)
+        new_highest = jnp.maximum(highest, jnp.max(visible_scores, axis=1))
+        weights = jnp.exp2(scores - new_highest[:, None])
+        weights = weights if is_visible is None else jnp.where(is_visible, weights, 0.0)
         rescale = jnp.exp2(highest - new_highest)
         # A latent's values are the first slices of its keys, which are already loaded.
         values = keys
@@ -184,8 +187,10 @@ def attend_blocks(blocks, find_slots, q, cache_refs, program: Program):
     # Float32 sums stay in registers over all blocks.
     outputs = [jnp.zeros((num_rows, padded), jnp.float32) for _, _, padded in program.value_slices]
     highest = jnp.full(num_rows, MASKED_SCORE, jnp.float32)
-    begin, end = blocks
-    outputs, highest, total = jax.lax.fori_loop(begin, end, body, (outputs, highest, jnp.zeros_like(highest)))
+    carry = outputs, highest, jnp.zeros_like(highest)
+    for begin, end, find_slots in passes:
+        carry = jax.lax.fori_loop(begin, end, functools.partial(body, find_slots), carry)
+    outputs, highest, total = carry
     if is_integer_fp8:
         outputs = [output * FP8_DIVISOR for output in outputs]
     # The caller divides as it stores, because all quotients at once would need more registers.

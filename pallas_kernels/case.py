@@ -14,7 +14,7 @@ Case = tuple[Callable[..., Any], tuple]  # an op that takes `implementation`, an
 
 # Caps for sizes that do not affect a kernel's code; larger values add nothing to a numerical comparison.
 _MAX_COMPARED = {"rows": 3, "batch": 2, "slots": 256, "vocabulary": 1024, "outputs": 512, "tokens": 5}
-_MAX_COMPARED |= {"queries": 256, "experts": 16}
+_MAX_COMPARED |= {"queries": 256, "keys": 256, "experts": 16}
 
 
 def difference_from_xla(make_case: Callable[[Shape], Case], shape: Shape, implementation: str) -> float:

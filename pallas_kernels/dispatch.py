@@ -19,14 +19,15 @@ from pallas_kernels.case import Case, Shape, difference_from_xla
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes in which every size differs by at most this factor
 MIN_PAGED_ROWS = 32  # minimum rows for which paged attention runs its kernel by default
 # Ops that run their kernel on a GPU if nothing similar was measured, because XLA would read experts several times,
-# write fp8 weights out in a wider dtype, or copy all pages of a cache in every layer. On an H100, the paged-attention
-# kernel reduced the time of a round with 64 rows to two thirds; with one row in a contiguous cache, XLA was faster than
-# all kernels together. Nothing in between was measured, so the rule starts at 32 rows, half of 64. Other ops run in XLA
-# until they are measured.
+# write fp8 weights out in a wider dtype, write attention scores to memory, or copy all pages of a cache in every layer.
+# On an H100, the paged-attention kernel reduced the time of a round with 64 rows to two thirds; with one row in a
+# contiguous cache, XLA was faster than all kernels together. Nothing in between was measured, so the rule starts at 32
+# rows, half of 64. Other ops run in XLA until they are measured.
 _KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
     "prefill_attention": lambda shape: True,
+    "range_attention": lambda shape: True,
     "verify_attention": lambda shape: (
         shape["layout"] == "pages" and shape["reads"] == "all" and int(shape["batch"]) >= MIN_PAGED_ROWS
     ),
@@ -67,10 +68,10 @@ def choose(
 
     "auto" selects the implementation that was measured to be fastest for this op, on this device, at the nearest
     measured shape (`mtpjax tune`, `pallas_kernels.measurements`). If nothing similar was measured, experts, fp8
-    weights, prefill attention, and paged attention over many rows run their kernel on a GPU. In all other cases, and
-    whenever the kernel does not support the arguments or there is no GPU, "auto" selects "xla", the plain reference.
-    Before its first use of a kernel, "auto" compares the kernel with the reference on this device; if the results
-    differ, it logs a warning and selects "xla" from then on.
+    weights, attention over ranges and in prefill, and paged attention over many rows run their kernel on a GPU. In all
+    other cases, and whenever the kernel does not support the arguments or there is no GPU, "auto" selects "xla", the
+    plain reference. Before its first use of a kernel, "auto" compares the kernel with the reference on this device; if
+    the results differ, it logs a warning and selects "xla" from then on.
 
     On a mesh that XLA partitions automatically, the result is always "xla", because XLA cannot split a kernel and would
     gather its operands on every device.

@@ -208,9 +208,8 @@ def _prefill_attention_kernel(start_ref, *refs, program, group_size, num_rows, h
             is_visible &= plt.load(mask_ref.at[batch, *where], mask=is_visible, other=0) != 0
         return pl.ds(begin, tiles.slots), is_loaded, is_visible
 
-    outputs, _, total = blocks.attend_blocks(
-        (jnp.int32(0), num_blocks.astype(jnp.int32)), find_slots, q, cache_refs, program
-    )
+    passes = [(jnp.int32(0), num_blocks.astype(jnp.int32), find_slots)]
+    outputs, _, total = blocks.attend_blocks(passes, q, cache_refs, program)
     # Divide by the sums of the weights, and store without padded rows and columns.
     for output, part in zip(outputs, program.value_slices, strict=True):
         target = output_ref.at[:, pl.ds(part[0], output.shape[1])]

@@ -476,9 +476,8 @@ def _verify_attention_kernel(
             slots = page, pl.ds(start % page_size, tiles.slots)
         return slots, is_loaded, mask
 
-    outputs, highest, total = blocks.attend_blocks(
-        (begin_block, end_block), find_slots, q, cache_refs, dataclasses.replace(program, key_slices=key_slices)
-    )
+    program = dataclasses.replace(program, key_slices=key_slices)
+    outputs, highest, total = blocks.attend_blocks([(begin_block, end_block, find_slots)], q, cache_refs, program)
     # Store the average over this share and the logarithm of its weight.
     if len(cache_refs) == 1:
         value_slices = key_slices[: len(outputs)]

@@ -329,6 +329,7 @@ MORE_STEPS = (
     ),
     Step("verify_attention", "How fast is attention over the cache?", _kernels("verify_attention"), 10),
     Step("prefill_attention", "How fast is attention of a prefill chunk?", _kernels("prefill_attention"), 10),
+    Step("range_attention", "How fast is attention in training?", _kernels("range_attention"), 10),
     Step(
         "sanitizer",
         "Does a kernel access memory out of bounds?",

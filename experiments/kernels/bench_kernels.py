@@ -2,6 +2,7 @@
 
     python -m experiments.kernels.bench_kernels                       # all cases
     python -m experiments.kernels.bench_kernels --op verify_attention --rounds 5
+    python -m experiments.kernels.bench_kernels --op range_attention --predict h100    # computes limits, without a GPU
 
 Every case in `experiments/kernels/kernel_cases.py` is first compared with the XLA form on random data. Then the kernel,
 the XLA form and the peers are timed in rotation. One call runs a case on several copies of its inputs, more than fit
@@ -20,18 +21,20 @@ import functools
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from experiments.common import RESULTS
 from experiments.common.results import about, write
 from experiments.kernels.kernel_cases import Case, cases
 from mtpjax.console import narrow_table
+from mtpjax.evaluation.roofline import DEVICES, Device
 from mtpjax.evaluation.tune import seconds_per_call
 from pallas_kernels import measurements
 
@@ -139,17 +142,34 @@ def fastest_table(rows: list[Mapping]) -> dict[str, list]:
     return table
 
 
+def predicted_table(cases: Sequence[Case], device: Device) -> Table:
+    """Returns the limits of cases by a GPU's data sheet, and at the shares of it that kernels are assumed to reach."""
+    table = narrow_table(f"{device.name}, from the data sheet")
+    for heading in ("case", "GB", "TFLOP", "limit, ms", "expected, ms"):
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    for case in cases:
+        times = case.bytes / device.bandwidth, case.operations / device.flops
+        expected = max(times[0] / device.bandwidth_share, times[1] / device.flops_share)
+        figures = case.bytes / 1e9, case.operations / 1e12, 1e3 * max(times), 1e3 * expected
+        table.add_row(str(case), *(f"{figure:.3g}" for figure in figures))
+    return table
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", nargs="+", default=[], help="measure only these ops")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each form (default: %(default)s)")
     parser.add_argument("--use", action="store_true", help="let implementation='auto' use these measurements")
+    parser.add_argument("--predict", choices=DEVICES, help="print the limits by this GPU's data sheet and run nothing")
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     options = parser.parse_args(argv)
     known = sorted({case.op for case in cases()})
     if not set(options.op) <= set(known):
         parser.error(f"--op {' '.join(options.op)}: the ops are {', '.join(known)}")
     chosen = [case for case in cases() if not options.op or case.op in options.op]
+    if options.predict:
+        Console(highlight=False).print(predicted_table(chosen, DEVICES[options.predict]))
+        return 0
     if jax.default_backend() != "gpu":
         print("the kernels are timed on a GPU, and jax has none here", file=sys.stderr)
         return 3

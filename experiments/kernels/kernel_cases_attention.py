@@ -1,4 +1,4 @@
-"""The shapes of `verify_attention`: decoding and verification over caches of several kinds."""
+"""The shapes of `verify_attention` (decoding and verification over several kinds of caches) and `range_attention`."""
 
 import functools
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from experiments.kernels.kernel_case import Case
 from mtpjax.models.layers.attend import attend
+from pallas_kernels.range_attention import KeyRanges, range_attention, range_attention_reference, with_gradients
 from pallas_kernels.verify_attention import verify_attention
 
 FP8 = jnp.float8_e4m3fn
@@ -39,11 +40,82 @@ _ATTENTION: list[tuple[tuple[int, int, int, int, int], dict]] = [
     ((1, 1, 1, 16, 576), {"value_up": 128}),
     ((16, 1, 4, 128, 576), {"value_up": 128}),
 ]
+# Key heads, tokens, query heads per key head, key and value width of one row; then changes to gradients in bfloat16.
+_RANGES: list[tuple[tuple[int, int, int, int, int], dict]] = [
+    ((8, 4096, 4, 64, 64), {}),
+    ((8, 4096, 4, 128, 128), {}),
+    ((16, 4096, 1, 192, 128), {}),
+    ((8, 4096, 4, 64, 64), {"has_gradients": False}),
+    ((8, 32768, 4, 64, 64), {}),
+    ((8, 32768, 4, 64, 64), {"has_gradients": False}),
+    ((8, 32768, 4, 128, 128), {}),
+    ((4, 4096, 4, 256, 256), {}),
+    ((8, 4100, 6, 96, 96), {}),
+    ((8, 4096, 4, 128, 128), {"num_ranges": 2}),
+    ((8, 1024, 4, 64, 64), {"dtype": jnp.float32}),
+    ((8, 1024, 4, 192, 128), {"dtype": jnp.float32}),
+]
 
 
 def cases() -> list[Case]:
     """Returns all cases."""
-    return [attention_case(*sizes, **changes) for sizes, changes in _ATTENTION]
+    return [
+        *(attention_case(*sizes, **changes) for sizes, changes in _ATTENTION),
+        *(range_case(*sizes, **changes) for sizes, changes in _RANGES),
+    ]
+
+
+def range_case(K, T, G, H, V, *, has_gradients=True, num_ranges=1, dtype=jnp.bfloat16) -> Case:
+    """Makes a causal case over one document, whose text is cut into `num_ranges` ranges of keys."""
+    settings = {"scale": H**-0.5}
+
+    def make(key):
+        keys = jax.random.split(key, 4)
+        shapes = (1, K, T, G, H), (1, K, T, H), (1, K, T, V), (1, K, T, G, V)
+        *arrays, gradient = (jax.random.normal(one, shape, dtype) for one, shape in zip(keys, shapes, strict=True))
+        cuts = jnp.arange(1, T + 1)[None, :, None] * jnp.arange(num_ranges + 1)[None, None] // num_ranges
+        ranges = KeyRanges(cuts[..., :-1].astype(jnp.int32), cuts[..., 1:].astype(jnp.int32) - 1)
+        return *arrays, ranges, gradient
+
+    def run(q, key, value, ranges, gradient, *, implementation):
+        if has_gradients:
+            return with_gradients(q, key, value, ranges, gradient, **settings, implementation=implementation)
+        return range_attention(q, key, value, ranges, **settings, implementation=implementation)
+
+    def peer(attention, q, key, value, ranges, gradient):
+        output, pull = jax.vjp(lambda *arrays: attention(*arrays, ranges), q, key, value)
+        return (output, pull(gradient)) if has_gradients else output
+
+    peers = {"all scores": functools.partial(range_attention_reference, **settings)}
+    if H == V and dtype != jnp.float32:
+        peers["jax.nn, cudnn"] = functools.partial(_causal_attention, **settings)
+    pairs, itemsize = K * G * T * (T + 1) // 2, jnp.dtype(dtype).itemsize
+    queries, keys = K * T * G * (H + V), K * T * (H + V)
+    kinds = str(jnp.dtype(dtype)), *(["gradients"] * has_gradients), *([f"{num_ranges} ranges"] * (num_ranges > 1))
+    return Case(
+        op="range_attention",
+        name=f"{T} tokens, {K * G} heads / {K} of {H} and {V}, {', '.join(kinds)}",
+        run=run,
+        make=make,
+        # The backward pass also reads the output and its gradient.
+        bytes=itemsize * (queries + keys + has_gradients * (2 * queries + 2 * keys + K * T * G * V)),
+        operations=2 * pairs * (H + V + has_gradients * (3 * H + 2 * V)),
+        peers={name: functools.partial(peer, attention) for name, attention in peers.items()},
+    )
+
+
+def _causal_attention(q, key, value, ranges, *, scale):
+    """Runs cuDNN's causal attention, which takes heads after tokens and knows no ranges."""
+    del ranges
+    B, K, T, G, H = q.shape
+    output = jax.nn.dot_product_attention(
+        q.transpose(0, 2, 1, 3, 4).reshape(B, T, K * G, H),
+        *(each.swapaxes(1, 2) for each in (key, value)),
+        scale=scale,
+        is_causal=True,
+        implementation="cudnn",
+    )
+    return output.reshape(B, T, K, G, H).swapaxes(1, 2)
 
 
 def attention_case(

@@ -5,7 +5,7 @@
 
 A 16B-A2.4B model is trained as a whole, in float32 with AdamW. For DeepSeek-V3, only the MTP module is trained, on its
 frozen fp8 trunk. Layers compute in bfloat16 and are recomputed for the backward pass. Each device has one row, and the
-losses are computed over 8192 columns of the vocabulary at a time. All kernels are XLA's.
+losses are computed over 8192 columns of the vocabulary at a time.
 
 `--long` compiles updates of a dense 1B with one module on one H100 instead, for rows of up to 131,072 tokens.
 `--largest` lists the largest temporary arrays and the largest memory traffics of those with 4,096 and 32,768 tokens.
@@ -30,7 +30,7 @@ from experiments.training.largest import Module, largest_temporaries
 from mtpjax import ModelConfig, presets
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.compiled_call import h100_mesh, stored_shapes
-from mtpjax.models.config import Remat
+from mtpjax.models.config import Implementation, Remat
 from mtpjax.models.sharding import mesh_text
 from mtpjax.training.compiled_update import CompiledUpdate, compile_update
 from mtpjax.training.update_memory import UpdateMemory, UpdateShape, estimate_update
@@ -61,6 +61,7 @@ def compile_cell(
     *,
     num_tokens: int = TOKENS,
     remat: Remat = "layers",
+    implementation: Implementation = "xla",
     compiler_options: dict[str, str | bool] | None = None,
 ) -> tuple[CompiledUpdate, UpdateMemory]:
     """Compiles an update with one row of `num_tokens` tokens on each device, and estimates its memory.
@@ -71,11 +72,14 @@ def compile_cell(
         mesh: of devices to compile for, such as `h100_mesh`.
         num_tokens: tokens of a row.
         remat: as in `TrainConfig`.
+        implementation: how kernels run.
         compiler_options: options for XLA.
     """
     shape = UpdateShape(tokens=num_tokens, row_length=num_tokens, trains=trains, remat=remat, vocab_chunk=VOCAB_CHUNK)
     params = stored_shapes(config, has_fp8=trains == "modules")
-    found = compile_update(config, params, mesh, shape, compiler_options=compiler_options)
+    found = compile_update(
+        config, params, mesh, shape, implementation=implementation, compiler_options=compiler_options
+    )
     return found, estimate_update(config, params, dict(mesh.shape), shape)
 
 
@@ -102,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--long", action="store_true", help="the dense 1B with rows of different lengths")
     parser.add_argument("--remat", choices=get_args(Remat), default="layers", help="(default: %(default)s)")
     parser.add_argument("--largest", type=int, default=0, metavar="N", help="list the N largest arrays and traffics")
+    implementations = ("xla", "triton")
+    parser.add_argument("--implementation", choices=implementations, default="xla", help="(default: %(default)s)")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write (default: in experiments/results)")
     options = parser.parse_args(argv)
     default = LARGEST_RESULT if options.largest else LONG_RESULT if options.long else RESULT
@@ -121,9 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as dumped:
             dump = {"xla_dump_to": dumped, "xla_dump_hlo_as_text": True} if options.largest else None
             form = {"num_tokens": tokens, "remat": options.remat, "compiler_options": dump}
+            form |= {"implementation": options.implementation}
             found, planned = compile_cell(config, trains, h100_mesh(sizes), **form)
             largest = _largest(found, pathlib.Path(dumped), options.largest) if options.largest else {}
         row = {"model": name, "trains": trains, "mesh": sizes, "tokens_per_device": tokens, "remat": options.remat}
+        row |= {"implementation": options.implementation}
         row |= {"arguments": found.arguments, "planned": planned.arguments, "temp": found.temp}
         rows.append({**row, "planned_temp": planned.temp, "cpu_seconds": round(found.seconds), **largest})
         # Write each cell before the next one begins.

@@ -11,6 +11,7 @@ from pallas_kernels import (
     grouped_matmul,
     head_top_k,
     prefill_attention,
+    range_attention,
     router,
     verify_attention,
 )
@@ -23,6 +24,7 @@ CASES: dict[str, Callable[[Shape], Case]] = {
     "grouped_matmul": grouped_matmul.make_case,
     "verify_attention": verify_attention.make_case,
     "prefill_attention": prefill_attention.make_case,
+    "range_attention": range_attention.make_case,
     "head_top_k": head_top_k.make_case,
     "route_tokens": router.make_case,
     "add_rms_norm": add_rms_norm.make_case,

@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from pallas_kernels import paged
 from pallas_kernels.fp8 import as_stored
 from pallas_kernels.paged import NO_PAGE
-from pallas_kernels.range_attention import KeyRanges
+from pallas_kernels.range_attention.ranges import KeyRanges
 
 Entries = dict[str, jax.Array]  # arrays that an attention layer stores per position; also one layer of a cache
 Masks = tuple[Any, ...]  # per source of keys: bool `[B, T, S]`, `[B, T, 1]` (token i sees only entry i), or `KeyRanges`

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax.data.packing import Batch
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.quantized import is_scaled
@@ -46,19 +46,21 @@ def compile_update(
     mesh: Mesh,
     shape: UpdateShape,
     *,
+    implementation: Implementation = "xla",
     compiler_options: dict[str, str | bool] | None = None,
 ) -> CompiledUpdate:
-    """Compiles an update in bfloat16 with AdamW and XLA's kernels.
+    """Compiles an update in bfloat16 with AdamW.
 
     Args:
         config: the model's config.
         params: shapes of the parameters with unrolled layers, such as `stored_shapes`; trained ones become float32.
         mesh: devices to compile for, such as `h100_mesh`.
         shape: rows of each device, policy and losses.
+        implementation: how kernels run.
         compiler_options: options for XLA, such as `xla_dump_to`.
     """
     # 1. The shapes of the state. Moments have the layout of their parameters.
-    model = MTPModel(config, scan_layers=True, implementation="xla", remat=shape.remat, dtype=jnp.bfloat16)
+    model = MTPModel(config, scan_layers=True, implementation=implementation, remat=shape.remat, dtype=jnp.bfloat16)
     settings = TrainConfig(trains=shape.trains)
     objective = dataclasses.replace(settings.objective, vocab_chunk=shape.vocab_chunk)
     optimizer = make_optimizer(settings)

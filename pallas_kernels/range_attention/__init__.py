@@ -1,23 +1,28 @@
 """Softmax attention over ranges of keys, without an array of scores for all pairs, for training and long prompts.
 
-Bottleneck: multiplications. Two products of the forward pass and five of the backward pass, for the pairs that attend.
-Memory grows linearly with the tokens.
+Bottleneck: multiplications. For T causal tokens, N query heads and keys and values of H and V columns, the forward pass
+takes N T^2 (H + V) operations, and the backward pass at least N T^2 (3 H + 2 V), for 2 T (N + K) (H + V) bytes of
+bfloat16 queries, keys, values and outputs. An H100 computes 295 operations in the time of a byte, so bytes limit only
+rows of fewer than 600 (1 + K / N) tokens. It computes 16 exponentials per clock and processor, so with 64 columns they
+take as long as the products of the forward pass.
 
 A query attends to ranges of consecutive keys (`KeyRanges`), and optionally to keys that no other query attends to, such
 as the entries of recycled MTP depths at its own position, or that only the queries of its block attend to, such as the
-slots of a block of drafts. The forms compute the ranges. This module adds a query's own
-keys and sinks to their result through the log-sum-exp, and computes the gradients of both.
+slots of a block of drafts. The forms compute the ranges. This module adds a query's own keys and sinks to their result
+through the log-sum-exp, and computes the gradients of both.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dispatch import choose
 from pallas_kernels.gradients import keep_result
-from pallas_kernels.range_attention import blocks
+from pallas_kernels.range_attention import blocks, kernels
 from pallas_kernels.range_attention.blocks import NO_SCORE
 from pallas_kernels.range_attention.ranges import KeyRanges, chosen_keys
 
@@ -62,7 +67,7 @@ def range_attention(
         `[B, K, T, G, V]` in q's dtype.
 
     Raises:
-        ValueError: the shapes do not match.
+        ValueError: the shapes do not match, or the kernel was requested for columns that do not fit into registers.
     """
     (B, K, T, G, H), S = q.shape, key.shape[2]
     is_right = key.shape == (B, K, S, H) and value.shape[:3] == (B, K, S)
@@ -72,11 +77,42 @@ def range_attention(
     if own is None:
         empty = (jnp.zeros((B, K, T, 0, each.shape[-1]), q.dtype) for each in (key, value))
         own = OwnKeys(next(empty), next(empty), jnp.zeros((B, T, 0), bool))
-    shape = {"batch": B, "heads": K, "queries": T * G, "keys": S, "width": H, "values": value.shape[-1]}
-    chosen = choose("range_attention", implementation, ("xla",), shape | {"dtype": str(q.dtype)})
+    shape: dict[str, int | str] = {"batch": B, "heads": K, "group": G, "queries": T * G, "keys": S, "width": H}
+    shape |= {"values": value.shape[-1], "ranges": ranges.first.shape[2], "dtype": str(q.dtype)}
+    reason = kernels.unsupported_reason(q, value)
+    offered = ("xla", "triton")
+    chosen = choose("range_attention", implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
     arrays = _Arrays(q, key, value, own.key, own.value, sinks)
+    # Only the plain form selects keys.
+    chosen = "xla" if q.size * S == 0 or ranges.chosen is not None else chosen
     output: jax.Array = _attend(arrays, (ranges, own.mask), scale, chosen)
     return output
+
+
+def make_case(shape: Shape) -> Case:
+    """Makes a call that also computes the gradients of queries, keys and values, for packed documents."""
+    B, K, G, S, H, V, R = (shape[name] for name in ("batch", "heads", "group", "keys", "width", "values", "ranges"))
+    T, keys, dtype = max(shape["queries"] // G, 1), random_keys(), shape["dtype"]
+    q, key, value = (random_normal(keys, size, dtype) for size in ((B, K, T, G, H), (B, K, S, H), (B, K, S, V)))
+    # Each query attends to its third of the keys, up to its own place, which is cut into R ranges.
+    last = jnp.arange(T)[:, None] + (S - T)
+    document = S // 3 + 1
+    cuts = jnp.maximum(last // document * document, 0) + (last % document + 1) * jnp.arange(R + 1)[None] // R
+    ranges = KeyRanges(
+        *(jnp.broadcast_to(each.astype(jnp.int32), (B, T, R)) for each in (cuts[:, :-1], cuts[:, 1:] - 1))
+    )
+    gradient = random_normal(keys, (B, K, T, G, V), dtype)
+    return functools.partial(with_gradients, scale=H**-0.5), (q, key, value, ranges, gradient)
+
+
+def with_gradients(q, key, value, ranges: KeyRanges, gradient, **settings):
+    """Computes `range_attention`, and the gradients of q, key and value for a `gradient` of the output."""
+
+    def attend(q, key, value):
+        return range_attention(q, key, value, ranges, **settings)
+
+    output, pull = jax.vjp(attend, q, key, value)
+    return output, pull(gradient)
 
 
 def range_attention_reference(q, key, value, ranges, *, scale, own=None, sinks=None) -> jax.Array:
@@ -129,7 +165,7 @@ def _forward(arrays: _Arrays, masks: tuple[KeyRanges, jax.Array], scale: float, 
     (q, key, value, own_key, own_value, sinks), (ranges, own_mask) = arrays, masks
     # 1. The ranges.
     dtype = jnp.float32 if arrays.has_more else q.dtype
-    output, log_sum = _forms(implementation).forward(q, key, value, ranges, scale=scale, dtype=dtype)
+    output, log_sum = _form(implementation, "forward")(q, key, value, ranges, scale=scale, dtype=dtype)
     if not arrays.has_more:
         output, log_sum = keep_result((output, log_sum))
         return output, (arrays, masks, output, log_sum)
@@ -154,7 +190,7 @@ def _backward(scale: float, implementation: str, saved: Any, gradient: jax.Array
     delta = jnp.einsum("BKTGV,BKTGV->BKTG", gradient, output, preferred_element_type=jnp.float32)
     # 1. The ranges. Their weights follow from the total log-sum-exp.
     dtype = jnp.float32 if arrays.has_more else q.dtype
-    query_gradient, key_gradient, value_gradient = _forms(implementation).backward(
+    query_gradient, key_gradient, value_gradient = _form(implementation, "backward")(
         q, key, value, ranges, gradient, log_sum, delta, scale=scale, dtype=dtype
     )
     # 2. The queries' own keys.
@@ -179,10 +215,11 @@ def _backward(scale: float, implementation: str, saved: Any, gradient: jax.Array
 _attend.defvjp(_forward, _backward)
 
 
-def _forms(implementation: str):
-    """Returns the module that computes the ranges."""
-    assert implementation == "xla"
-    return blocks
+def _form(implementation: str, name: str) -> Callable[..., Any]:
+    """Returns `forward` or `backward` of the implementation."""
+    if implementation == "xla":
+        return getattr(blocks, name)
+    return functools.partial(getattr(kernels, name), interpret=implementation == "interpreted")
 
 
 def _own_scores(q: jax.Array, keys: jax.Array, mask: jax.Array, scale: float) -> jax.Array:

@@ -26,6 +26,12 @@ class KeyRanges(NamedTuple):
         mask = ((index >= self.first[..., None]) & (index <= self.last[..., None])).any(axis=2)
         return mask if self.chosen is None else mask & chosen_keys(self.chosen, num_keys)
 
+    def within(self, num_keys: int) -> "KeyRanges":
+        """Cuts the ranges to S keys. An empty range has the first key S and the last key -1."""
+        first, last = jnp.maximum(self.first, 0), jnp.minimum(self.last, num_keys - 1)
+        is_empty = last < first
+        return KeyRanges(jnp.where(is_empty, num_keys, first), jnp.where(is_empty, -1, last))
+
     def of_blocks(self, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
         """Returns the first block of keys for each block of queries and range, and the end, `[T / queries, R]` int32.
 

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.kernels import bench_kernels
 from experiments.kernels.kernel_cases import Case
-from experiments.kernels.kernel_cases_attention import attention_case
+from experiments.kernels.kernel_cases_attention import attention_case, range_case
 from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import rms_norm
 
@@ -92,3 +92,17 @@ def test_what_was_fastest_is_what_auto_takes():
 def test_without_a_gpu_it_says_so(capsys):
     assert bench_kernels.main(["--op", "rms_norm"]) == 3
     assert "jax has none here" in capsys.readouterr().err
+
+
+def test_limits_are_predicted_without_a_gpu(capsys):
+    assert bench_kernels.main(["--op", "range_attention", "--predict", "h100"]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    # 2 * 32 heads * 4096 * 4097 / 2 pairs * 128 columns, at 989 TFLOP/s, and at half of that.
+    assert "0.0687 0.0695 0.139" in table
+
+
+def test_attention_in_training_is_timed_against_the_same_function(key):
+    case = range_case(2, 20, 2, 16, 8)
+    arrays = case.make(key)
+    found, expected = case.peers["all scores"](*arrays), case.run(*arrays, implementation="xla")
+    assert bench_kernels.relative_error(found, expected) < bench_kernels.TOLERANCE

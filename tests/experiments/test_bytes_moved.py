@@ -21,6 +21,7 @@ from mtpjax.evaluation.roofline import DEVICES, predict_round
 from pallas_kernels.append_heads import Heads
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul
 from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.range_attention import KeyRanges
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.router import Routing
 
@@ -198,6 +199,13 @@ def paged_attention():
     return q, keys, values, jnp.array([205, 205]), mask, None, jnp.arange(26)[::-1].reshape(2, 13)
 
 
+def attention_of_all():
+    """Forty tokens that attend to all of 70 keys, and a gradient of the output."""
+    shapes = (1, 2, 40, 3, 32), (1, 2, 70, 32), (1, 2, 70, 24), (1, 2, 40, 3, 24)
+    *arrays, gradient = (normal(number, *shape) for number, shape in enumerate(shapes))
+    return *arrays, KeyRanges(*(jnp.full((1, 40, 1), each, jnp.int32) for each in (0, 69))), gradient
+
+
 def delta(tokens):
     scalars = [-jnp.ones((2, tokens, 2)), jnp.ones((2, tokens, 2)) / 2]
     q, k, v = (normal(number, 2, tokens, heads, 16) / 4 for number, heads in enumerate((1, 1, 2)))
@@ -237,6 +245,7 @@ def small_calls():
         ],
         "append_heads": [({"group_size": 3}, heads())],
         "append_latents": [({}, latents())],
+        "range_attention": [({"scale": 0.1}, attention_of_all())],
         "prefill_attention": [],  # skips slots, so it declares the most that it can move
         "route_tokens": [
             ({"routing": Routing(k=4)}, (normal(0, 5, 300), normal(1, 300, 60), normal(2, 60))),
@@ -290,6 +299,10 @@ SHARED = {
     "grouped_gate_up": [0, 1],
     "grouped_product": [0, 1],
     "verify_attention_cuda": [0, 1, 2],
+    # One head's keys and values, or its queries and what belongs to them, which all programs of the head load.
+    "range_attention_forward_cuda": [3, 4],
+    "range_attention_queries_cuda": [6, 7],
+    "range_attention_keys_cuda": [5, 6, 7, 8],
 }
 
 
@@ -299,7 +312,8 @@ SLOW = ("verify_attention", "route_tokens", "gated_delta")
 def find_op(op):
     homes = {"route_tokens": "router", "linear_total_variation": "linear_cross_entropy"}
     home = homes.get(op, "gated_delta" if op.startswith("gated_delta") else op)
-    return getattr(importlib.import_module(f"pallas_kernels.{home}"), op)
+    name = "with_gradients" if op == "range_attention" else op
+    return getattr(importlib.import_module(f"pallas_kernels.{home}"), name)
 
 
 @pytest.mark.parametrize(

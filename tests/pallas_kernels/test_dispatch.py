@@ -184,6 +184,9 @@ SHAPES = {
     "block_scaled_matmul": {"rows": 4, "inputs": 256, "outputs": 256, "weights": "float8_e4m3fn"},
     "gated_matmul": {"rows": 4, "inputs": 256, "outputs": 256, "weights": "float8_e4m3fn"},
     "prefill_attention": {"batch": 1, "heads": 2, "queries": 40, "width": 32, "slots": 64, "reads": "a window"},
+    # Also compares gradients, for two ranges per query.
+    "range_attention": {"batch": 1, "heads": 1, "group": 2, "queries": 40, "keys": 50, "width": 16, "values": 16}
+    | {"ranges": 2},
 }
 
 
@@ -196,7 +199,11 @@ def test_the_comparison_of_an_op_accepts_its_kernel_and_not_other_numbers(op, dt
     def make_wrong(shape):
         run, arrays = CASES[op](shape)
         factor = {"xla": 1.0, "interpreted": 1.1}
-        return lambda *arrays, implementation: run(*arrays, implementation="xla") * factor[implementation], arrays
+
+        def wrong(*arrays, implementation):
+            return jax.tree.map(lambda out: out * factor[implementation], run(*arrays, implementation="xla"))
+
+        return wrong, arrays
 
     assert difference_from_xla(make_wrong, shape, "interpreted") > 1
 

@@ -1,13 +1,26 @@
 """Attention over ranges of keys against its reference: values and gradients of every mask."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
-from pallas_kernels.range_attention import KeyRanges, OwnKeys, blocks, range_attention, range_attention_reference
+from mtpjax.evaluation.compiled_call import h100_mesh
+from pallas_kernels.attention_blocks import Tiles
+from pallas_kernels.range_attention import (
+    KeyRanges,
+    OwnKeys,
+    blocks,
+    kernels,
+    range_attention,
+    range_attention_reference,
+    with_gradients,
+)
+from tests.helpers.lowering import lower_for, triton_kernels
 
 CASES = {
     "causal": {},
@@ -71,7 +84,9 @@ def operands(case, seed=0, dtype=jnp.float32):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
+    """Small blocks, so that rows and keys fill several, with different numbers of rows and keys for the kernels."""
     monkeypatch.setattr(blocks, "BLOCK", 8)
+    monkeypatch.setattr(kernels, "_choose_tiles", lambda *_: Tiles(32, 16, 4, 2))
 
 
 def call(function, q, key, value, ranges, own, sinks, **settings):
@@ -79,24 +94,49 @@ def call(function, q, key, value, ranges, own, sinks, **settings):
 
 
 by_blocks, reference = (functools.partial(call, each) for each in (range_attention, range_attention_reference))
+interpreted, compiled = (functools.partial(by_blocks, implementation=name) for name in ("interpreted", "triton"))
+FORMS = {"blocks": by_blocks, "interpreted": interpreted, "compiled": compiled}
+attend = jax.jit(lambda form, *arrays: FORMS[form](*arrays), static_argnums=0)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_reference(name):
-    q, key, value, ranges, own, sinks = operands(CASES[name])
+@functools.partial(jax.jit, static_argnums=0)
+def of_all_arrays(function, arrays, weights):
+    """Returns the output and the gradients. Cases of the same shapes share the compiled function."""
+    q, key, value, ranges, own, sinks = arrays
+
+    def compute(q, key, value, pair, sinks):
+        keys = None if own is None else OwnKeys(pair[0], pair[1], own.mask)
+        output = function(q, key, value, ranges, keys, sinks)
+        return (output * weights).sum(), output
+
+    differentiated = q, key, value, None if own is None else own[:2], sinks
+    return jax.grad(compute, argnums=(0, 1, 2, 3, 4), has_aux=True)(*differentiated)
+
+
+# Interpreted kernels compile for some seconds per shape, so the default cases are those that share one.
+SLOW = (
+    "window of a recycled depth",
+    "sinks",
+    "levels",
+    "narrow values, one head",
+    "one token",
+    "one block",
+    "only sinks",
+)
+COMPARED = [("blocks", name) for name in CASES]
+COMPARED += [pytest.param("interpreted", name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+COMPARED += [pytest.param("compiled", name, marks=pytest.mark.gpu) for name in CASES]
+
+
+@pytest.mark.parametrize(("form", "name"), COMPARED)
+def test_values_and_gradients_are_those_of_the_reference(form, name):
+    arrays = operands(CASES[name])
+    q, value = arrays[0], arrays[2]
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(*q.shape[:4], value.shape[-1])), jnp.float32)
-
-    def loss(function):
-        def compute(q, key, value, pair, sinks):
-            keys = None if own is None else OwnKeys(pair[0], pair[1], own.mask)
-            return (function(q, key, value, ranges, keys, sinks) * weights).sum()
-
-        return jax.jit(jax.grad(compute, argnums=(0, 1, 2, 3, 4)))
-
-    arrays = (q, key, value, ranges, own, sinks)
-    np.testing.assert_allclose(by_blocks(*arrays), reference(*arrays), atol=2e-6)
-    differentiated = (q, key, value, None if own is None else own[:2], sinks)
-    found, wanted = (loss(function)(*differentiated) for function in (by_blocks, reference))
+    (found, output), (wanted, expected) = (
+        of_all_arrays(function, arrays, weights) for function in (FORMS[form], reference)
+    )
+    np.testing.assert_allclose(output, expected, atol=2e-6)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), found, wanted)
 
 
@@ -118,8 +158,9 @@ def test_the_reference_sees_what_the_ranges_describe():
     np.testing.assert_allclose(alone[:, :, 0], np.einsum("BKGS,BKSV->BKGV", weights, value[:, :, 7:10]), atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["blocks", "interpreted"])
 @pytest.mark.parametrize("mutant", ["window", "shift", "documents", "anchor", "block", "own block", "own mask"])
-def test_mutants_of_the_mask_are_caught(mutant):
+def test_mutants_of_the_mask_are_caught(mutant, form):
     own_keys = "blocks after anchors"
     names = {"anchor": "two ranges", "block": "two ranges", "own block": own_keys, "own mask": own_keys}
     q, key, value, ranges, own, sinks = operands(CASES[names.get(mutant, "everything")])
@@ -131,7 +172,7 @@ def test_mutants_of_the_mask_are_caught(mutant):
     else:
         changed = mutated_ranges(mutant, ranges, key.shape[2])
     arrays = (q, key, value, ranges, own, sinks)
-    assert abs(by_blocks(q, key, value, changed, others, sinks) - reference(*arrays)).max() > 1e-2
+    assert abs(attend(form, q, key, value, changed, others, sinks) - reference(*arrays)).max() > 1e-2
 
 
 def mutated_ranges(mutant, ranges, num_keys):
@@ -155,13 +196,67 @@ def test_without_a_level_the_result_differs():
     np.testing.assert_array_equal(by_blocks(q, key, value, ranges, moved, None), found)
 
 
-def test_bfloat16_is_as_close_as_the_reference():
+@pytest.mark.parametrize("form", ["blocks", "interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
+def test_bfloat16_is_as_close_as_the_reference(form):
     arrays = operands(CASES["everything"], dtype=jnp.bfloat16)
     widen = lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
     exact = reference(*jax.tree.map(widen, arrays))
-    errors = [abs(f(*arrays).astype(jnp.float32) - exact).max() for f in (by_blocks, reference)]
-    print(f"largest errors: by blocks {errors[0]:.2g}, reference {errors[1]:.2g}")
+    found = attend(form, *arrays), reference(*arrays)
+    errors = [abs(each.astype(jnp.float32) - exact).max() for each in found]
+    print(f"largest errors: {form} {errors[0]:.2g}, reference {errors[1]:.2g}")
     assert errors[0] < 1.5 * errors[1] + 1e-3
+
+
+def lowered_shapes(dtype, H=128, V=128):
+    q, key, value = (
+        jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 2, 300, 4, H), (2, 2, 300, H), (2, 2, 300, V))
+    )
+    ranges = jax.eval_shape(lambda: KeyRanges(*[jnp.zeros((2, 300, 1), jnp.int32)] * 2))
+    return q, key, value, ranges, jax.ShapeDtypeStruct((2, 2, 300, 4, V), dtype)
+
+
+gradients = functools.partial(with_gradients, scale=0.1, implementation="triton")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_kernels_lower_for_both_platforms_without_a_gpu(dtype):
+    for platform, lowered in lower_for(gradients, *lowered_shapes(dtype)).items():
+        names = [kernel.name for kernel in triton_kernels(lowered)]
+        assert names == [f"range_attention_{kernel}_{platform}" for kernel in ("forward", "queries", "keys")]
+
+
+def in_shards(mesh):
+    """Rows of the batch and key heads on different devices."""
+    heads, rows = PartitionSpec("data", "tensor"), PartitionSpec("data")
+    in_specs, out_specs = (*[heads] * 3, rows, heads), (heads, (heads,) * 3)
+    return jax.shard_map(gradients, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def test_kernels_lower_inside_shard_map():
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((2, 2), ("data", "tensor"), abstract_device=device)
+    with use_abstract_mesh(mesh):
+        traced = jax.jit(in_shards(mesh)).trace(*lowered_shapes(jnp.bfloat16))
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert len(triton_kernels(lowered)) == 3
+    assert "bf16[1,1,1200,128]" in str(traced.jaxpr)  # of each device
+
+
+@pytest.mark.h100
+def test_kernels_compile_inside_shard_map_for_h100s():
+    mesh = h100_mesh({"data": 2, "tensor": 2})
+    with use_abstract_mesh(mesh.abstract_mesh):
+        text = str(jax.jit(in_shards(mesh)).lower(*lowered_shapes(jnp.bfloat16)).compile().as_text())
+    assert text.count("__gpu$xla.gpu.triton") == 3
+    assert not re.search("all-(gather|reduce|to-all)|collective-permute", text)
+
+
+def test_columns_that_do_not_fit_raise():
+    arrays = lowered_shapes(jnp.bfloat16, H=512)
+    with pytest.raises(ValueError, match="keys and values of 512 and 128 columns do not fit"):
+        jax.eval_shape(gradients, *arrays)
+    by_auto = functools.partial(with_gradients, scale=0.1)
+    assert jax.eval_shape(by_auto, *arrays)[0].shape == (2, 2, 300, 4, 128)
 
 
 def test_wrong_shapes_raise():
