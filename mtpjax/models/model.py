@@ -73,7 +73,7 @@ class Trunk(nn.Module):
             if config.index_topk:
                 selection = (view.mask,)
             period_type = _Period
-            if num_shards("fsdp") > 1:
+            if max(map(num_shards, ("fsdp", "context"))) > 1:
                 # Gather inside the rematerialised part, so that the backward pass gathers again instead of keeping
                 # whole layers.
                 gather = functools.partial(gather_layers, config=config)

@@ -1,4 +1,6 @@
-"""Shards the rows of a training run over all devices, and parameters and optimiser state over the axis "fsdp".
+"""Shards the rows of a training run over all devices, and parameters and optimiser state over "fsdp" and "context".
+
+Over the axis "context", each row is split by its tokens (`mtpjax.models.context`). The other axes split whole rows.
 
 A trunk layer is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
 (`mtpjax.models.sharding.gather_layers`). The backward pass also reduce-scatters the layer's gradients. The embedding,
@@ -12,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtpjax import compat, distributed
+from mtpjax.models.context import AXIS, token_order
 from mtpjax.models.sharding import param_shardings, shard_params
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.train_state import trainable_params
@@ -33,14 +37,29 @@ def make_run_mesh(config: TrainConfig) -> Mesh | None:
     return compat.make_mesh(sizes, devices) if len(devices) > 1 else None
 
 
+def row_spec(mesh: Mesh, ndim: int = 2) -> PartitionSpec:
+    """Returns the partition spec of rows `[B, T]`, or of states `[B, T, D]`, which "context" splits by tokens."""
+    by_row = tuple(axis for axis in mesh.axis_names if axis != AXIS)
+    return PartitionSpec(by_row, AXIS) if ndim == 3 and AXIS in mesh.axis_names else PartitionSpec(by_row)
+
+
 def shard_batch(arrays: Any, mesh: Mesh) -> Any:
     """Shards the rows of arrays over the mesh.
 
     Args:
-        arrays: tree of arrays `[B, ...]`; every process has the whole batch.
+        arrays: tree of arrays `[B, T]` and states `[B, T, D]`; every process has the whole batch.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.tree.map(lambda rows: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__), arrays)
+
+    def shard(rows):
+        sharding = NamedSharding(mesh, row_spec(mesh, rows.ndim))
+        order = token_order(rows.shape[1], mesh.shape[AXIS]) if len(sharding.spec) > 1 else None
+
+        def read(index: Any) -> np.ndarray:
+            return rows[index] if order is None else rows[index[0]][:, order[index[1]]]
+
+        return jax.make_array_from_callback(rows.shape, sharding, read)
+
+    return jax.tree.map(shard, arrays)
 
 
 def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformation, trains: str) -> Any:
@@ -73,17 +92,19 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
 
     # First gather the parameters that the trunk's scan does not gather layer by layer.
     def gather(path, shard, spec):
-        if _is_gathered_by_layer(path) or "fsdp" not in spec:
+        axes = _gathered_axes(spec)
+        if _is_gathered_by_layer(path) or not axes:
             return shard
-        return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
+        return jax.lax.all_gather(shard, axes, axis=spec.index(axes), tiled=True)
 
-    # Each device has the gradients for its local rows. Sum them over the devices that hold the same shard. Over fsdp,
-    # one reduce-scatter sums and splits; the trunk's scan has already done this for its layers. Experts already have
-    # the sum over the expert axis, because rows were sent to them.
+    # Each device has the gradients for its local rows. Sum them over the devices that hold the same shard. Over the
+    # gathered axes, one reduce-scatter sums and splits; the trunk's scan has already done this for its layers. Experts
+    # already have the sum over the expert axis, because rows were sent to them.
     def scatter(path, gradient, spec):
-        if "fsdp" in spec and not _is_gathered_by_layer(path):
-            gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True)
-        others = tuple(axis for axis in mesh.axis_names if axis not in spec)
+        axes = _gathered_axes(spec)
+        if axes and not _is_gathered_by_layer(path):
+            gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=spec.index(axes), tiled=True)
+        others = tuple(axis for axis in mesh.axis_names if axis not in spec and axis not in axes)
         return jax.lax.psum(gradient, others) if others else gradient
 
     def compute_batch_gradients(params, batch, *numbers):
@@ -101,8 +122,8 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
             )
             return sum_over_devices((loss, losses)), jax.tree_util.tree_map_with_path(scatter, gradients, trainable)
 
-        # Rows are split over all axes; scalars and target counts are the same on every device.
-        rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
+        # Scalars and target counts are the same on every device.
+        rows, replicated = jax.tree.map(lambda array: row_spec(mesh, array.ndim), batch), PartitionSpec()
         in_specs = (specs, rows, *(replicated for _ in numbers))
         out_specs = (replicated, trainable)
         local = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -114,3 +135,8 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
 def _is_gathered_by_layer(path) -> bool:
     """Returns whether a parameter belongs to a layer that the trunk's scan gathers."""
     return path[0].key == "trunk"
+
+
+def _gathered_axes(spec: PartitionSpec) -> tuple[str, ...] | str:
+    """Returns the entry of a parameter's spec that splits its model width; () if there is none."""
+    return next((axes for axes in spec if axes in ("fsdp", AXIS, ("fsdp", AXIS))), ())

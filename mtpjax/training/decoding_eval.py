@@ -22,6 +22,7 @@ from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.round_loops import TimingConditions
 from mtpjax.evaluation.round_shapes import chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
+from mtpjax.models.context import AXIS
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import shard_for_decoding
 from mtpjax.models.sharding import mesh_of
@@ -108,10 +109,13 @@ class PanelDecoder:
         begin = time.perf_counter()
         # Training stacks the trunk's layers for a scan; decoding runs them unrolled.
         model, params = self.model, unstack_layers(params, self.model.config) if self.is_stacked else params
-        # Decoding does not shard over "fsdp" and would replicate the parameters. Use this axis as "tensor" instead,
-        # which shards heads and columns.
+        # Decoding does not shard over "fsdp" and "context" and would replicate the parameters and rows. Use these axes
+        # as "tensor", which shards heads and columns, and as "data", which shards rows.
         if (mesh := mesh_of(params["embedding"])) is not None:
-            sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
+            sizes: dict[str, int] = {}
+            for axis, size in mesh.shape.items():
+                name = {"fsdp": "tensor", AXIS: "data"}.get(str(axis), str(axis))
+                sizes[name] = sizes.get(name, 1) * size
             decoding_mesh = make_mesh(sizes, list(mesh.devices.flat))
             model, params = shard_for_decoding(model, params, decoding_mesh, allow_copies=True)
         # Use only full batches, so that decoding compiles for one batch size.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mtpjax.io import checkpoint
+from mtpjax.models.context import AXIS
 from mtpjax.models.model import MTPModel
 from mtpjax.models.overrides import model_changes
 from mtpjax.models.params import add_mtp_modules, init_params, is_of_modules
@@ -75,13 +76,17 @@ def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
 
 
 def _check_modules_and_experts(config: TrainConfig, model: MTPModel) -> None:
-    """Raises `ValueError` if nothing would be trained, a setting is unused, or the mesh does not divide the experts.
+    """Raises `ValueError` if nothing would be trained, a setting is unused, or the mesh does not fit the model.
 
     Warns about modules that have no loss.
     """
     parts, experts = dict(config.mesh).get("expert", 1), model.config.n_routed_experts
     if experts % parts or (parts > 1 and not experts):
         raise ValueError(f"mesh axis expert = {parts} does not divide the model's n_routed_experts {experts}")
+    if dict(config.mesh).get(AXIS, 1) > 1 and model.config.index_topk:
+        raise ValueError(
+            f"mesh axis {AXIS} does not support the sparse indexer of index_topk {model.config.index_topk}"
+        )
     modules = model.config.num_mtp_modules
     if config.trains == "modules" and not modules:
         raise ValueError("trains='modules' needs a model with MTP modules, and this one has 0 (model.num_mtp_modules)")
