@@ -32,7 +32,7 @@ def add_commands(commands) -> None:
         "--device", default="h100", choices=DEVICE_NAMES, metavar="NAME", help=f"GPU model: {', '.join(DEVICE_NAMES)}"
     )
     group.add_argument("--count", type=int, default=8, help="number of GPUs")
-    add_mesh_flag(plan, "mesh to plan (default: every data x tensor mesh)")
+    add_mesh_flag(plan, "mesh to plan (default: every data x tensor mesh; with --train, every fsdp x expert mesh)")
     group.add_argument(
         "--compile",
         action="store_true",
@@ -123,22 +123,25 @@ def _plan(options) -> int:
     if options.compile and options.device != "h100":
         raise ValueError(f"--compile compiles for H100s, not for {options.device}")
     # 2. Read the shapes of the weights, in the requested dtype. No weights are read.
-    device, console = DEVICES[options.device], rich.console.Console()
+    device, console, sizes = DEVICES[options.device], rich.console.Console(), parse_mesh(options.mesh)
     config, params = read_model(options.model, options.model_type)
     if params is None or options.weights != "stored":
         params = stored_shapes(config, has_fp8=options.weights == "fp8")
     # A plan for training has a different table, and no rounds.
     if options.train is not None:
-        rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
+        if sizes and ("tensor" in sizes or math.prod(sizes.values()) != options.count):
+            axes = "data * fsdp * expert * context"
+            raise ValueError(f"--mesh {options.mesh}: {axes} must be {options.count} (--count), without tensor")
+        settings = {"count": options.count, "trains": options.train, "sizes": sizes}
+        rows = plan_report.train_rows(config, params, device, **settings)
         console.print(plan_report.train_table(rows, device, options.count))
         write_json(options.output, rows)
         return 0
     # 3. Compare all meshes, or only the one in --mesh.
     load = _load_of(options, config)
-    sizes = parse_mesh(options.mesh)
-    if "fsdp" in sizes or (sizes and math.prod(sizes.values()) != options.count):
+    if sizes.keys() & {"fsdp", "context"} or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(
-            f"--mesh {options.mesh}: data * expert * tensor must be {options.count} (--count), without fsdp"
+            f"--mesh {options.mesh}: data * expert * tensor must be {options.count} (--count), without fsdp and context"
         )
     meshes = [sizes] if sizes else plan.list_meshes(options.count)
     result = plan_report.compare_meshes(config, params, device, meshes, load)

@@ -232,13 +232,18 @@ def compiled_line(result: Comparison) -> str:
     )
 
 
-def train_rows(config: ModelConfig, params: dict, device: Device, *, count: int, trains: str) -> list[dict[str, Any]]:
-    """Computes the bytes per device that training needs on each `fsdp x expert` mesh, as one JSON object per mesh."""
+def train_rows(
+    config: ModelConfig, params: dict, device: Device, *, count: int, trains: str, sizes: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Computes the bytes per device that training needs, as one JSON object per mesh.
+
+    Args:
+        sizes: the mesh of `count` devices; {}: each `fsdp x expert` mesh.
+    """
+    experts = [size for size in range(1, count + 1) if count % size == 0 and config.n_routed_experts % size == 0]
+    meshes = [{"fsdp": count // size, "expert": size} for size in (experts if config.n_routed_experts else [1])]
     rows = []
-    for expert in (size for size in range(1, count + 1) if count % size == 0):
-        if expert > 1 and (not config.n_routed_experts or config.n_routed_experts % expert):
-            continue
-        mesh = {"fsdp": count // expert, "expert": expert}
+    for mesh in [dict(sizes)] if sizes else meshes:
         nbytes = plan.train_bytes(params, mesh, trains=trains)
         rows.append({"mesh": mesh, "bytes": nbytes, "fits": nbytes < plan.USABLE_SHARE * device.memory})
     return rows
