@@ -1,19 +1,22 @@
 """Lists what an update needs on meshes of H100s: memory per device (compiled, not run).
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
-        python -m experiments.training.train_table [--long] [--remat none] [--largest 10]
+        python -m experiments.training.train_table [--long | --context | --largest 10] [--remat none]
 
 A 16B-A2.4B model is trained as a whole, in float32 with AdamW. For DeepSeek-V3, only the MTP module is trained, on its
 frozen fp8 trunk. Layers compute in bfloat16 and are recomputed for the backward pass. Each device has one row, and the
-losses are computed over 8192 columns of the vocabulary at a time.
+losses are computed over 8192 columns of the vocabulary at a time. The bytes that a device receives in collectives are
+counted in the compiled module.
 
 `--long` compiles updates of a dense 1B with one module on one H100 instead, for rows of up to 131,072 tokens.
 `--largest` lists the largest temporary arrays and the largest memory traffics of those with 4,096 and 32,768 tokens.
+`--context` compiles updates of long rows on meshes that split them by tokens.
 """
 
 import argparse
 import dataclasses
 import pathlib
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +26,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from experiments.common import RESULTS
+from experiments.common.hlo_bytes import Computation, parse
 from experiments.common.results import about, write
 from experiments.gpu.bench_gpu import MODELS
 from experiments.kernels.bytes_moved import LITE
@@ -47,11 +51,23 @@ CELLS: tuple[tuple[str, ModelConfig, Trained, dict[str, int]], ...] = (
 )
 
 
+LONG_1B = dataclasses.replace(MODELS["1B"], max_position_embeddings=131072)
 LONG_RESULT, LARGEST_RESULT = RESULTS / "train_long.json", RESULTS / "train_largest.json"
 LONG: tuple[tuple[Trained, int], ...] = (
     *(("modules", tokens) for tokens in (4096, 16384, 32768, 131072)),
     *(("all", tokens) for tokens in (4096, 16384, 32768)),
 )
+
+
+CONTEXT_RESULT = RESULTS / "train_context.json"
+CONTEXT: tuple[tuple[str, ModelConfig, Trained, dict[str, int], int], ...] = (
+    ("1B", LONG_1B, "modules", {"context": 4}, 131072),
+    ("1B", LONG_1B, "all", {"context": 4}, 131072),
+    ("16B-A2.4B", LITE, "all", {"fsdp": 8, "context": 8}, 32768),
+    ("DeepSeek-V3, MTP module", presets["deepseek-v3"], "modules", {"expert": 8, "context": 8}, 32768),
+)
+FACTORS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # of the whole array's bytes
+Cell = tuple[str, ModelConfig, Trained, dict[str, int], int]
 
 
 def compile_cell(
@@ -64,7 +80,7 @@ def compile_cell(
     implementation: Implementation = "xla",
     compiler_options: dict[str, str | bool] | None = None,
 ) -> tuple[CompiledUpdate, UpdateMemory]:
-    """Compiles an update with one row of `num_tokens` tokens on each device, and estimates its memory.
+    """Compiles an update of one row of `num_tokens` tokens on each device, or for each `context`, and estimates its memory.
 
     Args:
         config: the model's config.
@@ -75,7 +91,8 @@ def compile_cell(
         implementation: how kernels run.
         compiler_options: options for XLA.
     """
-    shape = UpdateShape(tokens=num_tokens, row_length=num_tokens, trains=trains, remat=remat, vocab_chunk=VOCAB_CHUNK)
+    tokens = num_tokens // mesh.shape.get("context", 1)
+    shape = UpdateShape(tokens=tokens, row_length=num_tokens, trains=trains, remat=remat, vocab_chunk=VOCAB_CHUNK)
     params = stored_shapes(config, has_fp8=trains == "modules")
     found = compile_update(
         config, params, mesh, shape, implementation=implementation, compiler_options=compiler_options
@@ -100,6 +117,38 @@ def _largest_table(title: str, items: Sequence[Mapping[str, Any]]):
     return table
 
 
+def collective_bytes(text: str) -> int:
+    """Returns the bytes that a device receives in the collectives of a compiled module.
+
+    A device of a group of n receives (n - 1) / n of an array that is gathered or scattered, and twice as much of one
+    that is summed.
+    """
+    computations, entry = parse(text)
+
+    def total(computation: Computation) -> float:
+        nbytes = 0.0
+        for one in computation.instructions.values():
+            opcode = one.opcode.removesuffix("-start")
+            if opcode == "while":
+                # Loops over blocks of keys have no known number of turns, and no collectives.
+                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.attributes)
+                nbytes += total(computations[one.called("body")]) * int(turns[1] if turns else 1)
+            elif opcode in ("call", "async"):
+                nbytes += total(computations[one.called("to_apply" if opcode == "call" else "calls")])
+            elif opcode in FACTORS and (groups := re.search(r"replica_groups=\{\{([\d,]*)\}", one.attributes)):
+                size = groups[1].count(",") + 1
+                whole = sum(array.nbytes for array in one.results)
+                # The start of an asynchronous gather or scatter lists the operands too.
+                if opcode != one.opcode and opcode != "all-reduce":
+                    whole *= size / (size + 1)
+                elif opcode == "reduce-scatter":
+                    whole *= size
+                nbytes += FACTORS[opcode] * whole * (size - 1) / size
+        return nbytes
+
+    return round(total(computations[entry]))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the cells and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,17 +158,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     implementations = ("xla", "triton")
     parser.add_argument("--implementation", choices=implementations, default="xla", help="(default: %(default)s)")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write (default: in experiments/results)")
+    parser.add_argument("--context", action="store_true", help="rows that the mesh splits by tokens")
     options = parser.parse_args(argv)
     default = LARGEST_RESULT if options.largest else LONG_RESULT if options.long else RESULT
-    cells: list[tuple[str, ModelConfig, Trained, dict[str, int], int]] = [(*cell, TOKENS) for cell in CELLS]
+    cells: list[Cell] = [(*cell, TOKENS) for cell in CELLS]
     if options.long or options.largest:
-        config = dataclasses.replace(MODELS["1B"], max_position_embeddings=131072)
         lengths = [cell for cell in LONG if not options.largest or cell[1] in (4096, 32768)]
-        cells = [("1B", config, trains, {"fsdp": 1}, tokens) for trains, tokens in lengths]
+        cells = [("1B", LONG_1B, trains, {"fsdp": 1}, tokens) for trains, tokens in lengths]
+    if options.context:
+        cells, default = list(CONTEXT), CONTEXT_RESULT
     description = about(argv)
     rows: list[dict[str, Any]] = []
     table = narrow_table("an update on H100s: compiled, not run; GB per device")
-    for heading in ("model", "trains", "mesh", "tokens", "arguments", "planned", "temp", "planned", "error", "CPU s"):
+    headings = (
+        "model",
+        "trains",
+        "mesh",
+        "tokens",
+        "arguments",
+        "planned",
+        "temp",
+        "planned",
+        "error",
+        "received",
+        "CPU s",
+    )
+    for heading in headings:
         table.add_column(heading, justify="right")
     console = Console(width=None if sys.stdout.isatty() else 160)
     for number, (name, config, trains, sizes, tokens) in enumerate(cells, start=1):
@@ -130,16 +194,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             form |= {"implementation": options.implementation}
             found, planned = compile_cell(config, trains, h100_mesh(sizes), **form)
             largest = _largest(found, pathlib.Path(dumped), options.largest) if options.largest else {}
-        row = {"model": name, "trains": trains, "mesh": sizes, "tokens_per_device": tokens, "remat": options.remat}
-        row |= {"implementation": options.implementation}
+        row = {"model": name, "trains": trains, "mesh": sizes, "remat": options.remat}
+        row |= {"tokens_per_device": tokens // sizes.get("context", 1), "implementation": options.implementation}
         row |= {"arguments": found.arguments, "planned": planned.arguments, "temp": found.temp}
+        row |= {"received": (received := collective_bytes(found.text))}
         rows.append({**row, "planned_temp": planned.temp, "cpu_seconds": round(found.seconds), **largest})
         # Write each cell before the next one begins.
         write(options.output or default, {**description, "rows": rows})
         sizes_in_gb = (found.arguments, planned.arguments, found.temp, planned.temp)
         error = planned.total / (found.arguments + found.temp) - 1
-        cells_of_row = (*(f"{nbytes / 1e9:.2f}" for nbytes in sizes_in_gb), f"{error:+.1%}", str(round(found.seconds)))
-        table.add_row(name, trains, mesh_text(sizes), str(tokens), *cells_of_row)
+        numbers = (*(f"{nbytes / 1e9:.2f}" for nbytes in sizes_in_gb), f"{error:+.1%}", f"{received / 1e9:.1f}")
+        table.add_row(name, trains, mesh_text(sizes), str(tokens), *numbers, str(round(found.seconds)))
         for what, items in largest.items():
             console.print(_largest_table(f"{trains}, {tokens} tokens: {what}", items))
     console.print(table)

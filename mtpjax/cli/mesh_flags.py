@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 def add_mesh_flag(parser, help: str) -> None:

@@ -33,7 +33,7 @@ def add_commands(commands) -> None:
         "--device", default="h100", choices=DEVICE_NAMES, metavar="NAME", help=f"GPU model: {', '.join(DEVICE_NAMES)}"
     )
     group.add_argument("--count", type=int, default=8, help="number of GPUs")
-    add_mesh_flag(plan, "mesh to plan (default: every data x tensor mesh)")
+    add_mesh_flag(plan, "mesh to plan (default: every data x tensor mesh; with --train, every fsdp x expert mesh)")
     group.add_argument(
         "--compile",
         action="store_true",
@@ -134,7 +134,7 @@ def _plan(options) -> int:
     if options.compile and options.device != "h100":
         raise ValueError(f"--compile compiles for H100s, not for {options.device}")
     # 2. Read the shapes of the weights, in the requested dtype. No weights are read.
-    device, console = DEVICES[options.device], rich.console.Console()
+    device, console, sizes = DEVICES[options.device], rich.console.Console(), parse_mesh(options.mesh)
     config, params = read_model(options.model, options.model_type)
     if params is None or options.weights != "stored":
         params = stored_shapes(config, has_fp8=options.weights == "fp8")
@@ -144,9 +144,9 @@ def _plan(options) -> int:
         return _plan_training(options, config, params, load)
     # 3. Compare all meshes, or only the one in --mesh.
     sizes = parse_mesh(options.mesh)
-    if "fsdp" in sizes or (sizes and math.prod(sizes.values()) != options.count):
+    if sizes.keys() & {"fsdp", "context"} or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(
-            f"--mesh {options.mesh}: data * expert * tensor must be {options.count} (--count), without fsdp"
+            f"--mesh {options.mesh}: data * expert * tensor must be {options.count} (--count), without fsdp and context"
         )
     meshes = [sizes] if sizes else plan.list_meshes(options.count)
     result = plan_report.compare_meshes(config, params, device, meshes, load)
@@ -176,11 +176,15 @@ def _plan_training(options, config, params, load) -> int:
     sizes = parse_mesh(options.mesh)
     if "tensor" in sizes or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(
-            f"--mesh {options.mesh}: fsdp * data * expert must be {options.count} (--count), without tensor"
+            f"--mesh {options.mesh}: data * fsdp * expert * context must be {options.count} (--count), without tensor"
         )
     device, console = DEVICES[options.device], rich.console.Console()
+    # The axis "context" splits each row by tokens, and the other axes split the rows.
+    parts = sizes.get("context", 1)
+    if load.context % (2 * parts):
+        raise ValueError(f"--context {load.context} must be a multiple of {2 * parts} for --mesh {options.mesh}")
     shape = UpdateShape(
-        tokens=-(-options.batch_size // options.count) * load.context,
+        tokens=-(-options.batch_size * parts // options.count) * load.context // parts,
         row_length=load.context,
         trains=options.train,
         num_depths=load.num_steps,

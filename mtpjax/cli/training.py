@@ -61,8 +61,8 @@ def _add_train(commands) -> None:
     add_model_type_flag(train)
     add_mesh_flag(
         train,
-        "shard the run over devices, such as data=2,fsdp=4: the batch over all axes, parameters and optimizer state "
-        "over fsdp, experts over expert (default: the file's mesh, or one device)",
+        "shard the run over devices, such as data=2,fsdp=4: rows over all axes, their tokens over context; parameters "
+        "and optimizer state over fsdp and context; experts over expert (default: the file's mesh, or one device)",
     )
     group = train.flag_group("existing runs")
     group.add_argument("--resume", action="store_true", help="resume the run in the output folder")

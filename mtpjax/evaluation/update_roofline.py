@@ -158,7 +158,8 @@ def _shards(params: Any, sizes: Mapping[str, int]) -> Iterable[tuple[str, int, i
 def _link_seconds(config: ModelConfig, params: Any, device: Device, setting: UpdateSetting) -> float:
     """Returns the time of the collectives of an update, at the speed of a node's links or of the network."""
     sizes, trains = setting.sizes, setting.trained.trains
-    fsdp, expert, data = (sizes.get(axis, 1) for axis in ("fsdp", "expert", "data"))
+    fsdp, context, expert, data = (sizes.get(axis, 1) for axis in ("fsdp", "context", "expert", "data"))
+    fsdp *= context
     sent = 0.0
     for name, size, nbytes, shards in _shards(params, sizes):
         is_trained = trains != "modules" or is_of_modules(name)

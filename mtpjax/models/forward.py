@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from mtpjax.compat import library_settings
 from mtpjax.messages import require
+from mtpjax.models.context import own_tokens
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import detach_trunk
@@ -132,7 +133,7 @@ def trunk_states(
     num_layers = model.config.num_hidden_layers
     inside = tuple(sorted({layer for layer in layer_ids if layer < num_layers}))
     view = full_view(model.config, segment_ids)
-    output = bind(model, params)(tokens, view, method="run_trunk", layer_ids=inside)
+    output = bind(model, params)(own_tokens(tokens), view, method="run_trunk", layer_ids=inside)
     states = dict(zip(inside, output.states, strict=True))
     states |= {num_layers: output.prenorm, num_layers + 1: output.hidden}
     return jnp.concatenate([*(states[layer] for layer in layer_ids), model.mtp_input_hidden(output)], axis=-1)
@@ -140,7 +141,7 @@ def trunk_states(
 
 def _trunk_pass(params, tokens, segment_ids, model) -> tuple[jax.Array, jax.Array]:
     """Returns the states that the modules read and the states before the final norm, each `[B, T, D]`."""
-    output = bind(model, params)(tokens, full_view(model.config, segment_ids), method="run_trunk")
+    output = bind(model, params)(own_tokens(tokens), full_view(model.config, segment_ids), method="run_trunk")
     return model.mtp_input_hidden(output), output.prenorm
 
 
@@ -156,6 +157,9 @@ def forward_depths(
     is_detached: bool = False,
 ) -> DepthsOutput:
     """Runs the head and the MTP depths like `forward`, but over hidden states `[B, T, D]` from `trunk_states`.
+
+    If the mesh splits rows by tokens, tokens and segment ids are whole rows, and all states are of the device's own
+    tokens (`mtpjax.models.context`).
 
     Raises:
         ValueError: for an unknown layout, or depths without modules.
@@ -191,6 +195,7 @@ def forward_depths(
             if attention_layout == "ttt":
                 view = full_view(config, segment_ids, shift=depth - modules)
                 recycled = Recycled(base, levels)
+        shifted, is_valid = own_tokens(shifted), own_tokens(is_valid)
         output, chained_hidden, entries = apply(
             source, shifted, view, recycled, index=index, is_valid=is_valid, method="run_module"
         )

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from mtpjax.messages import require
 from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.context import AXIS, is_context_split, own_tokens
 from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.parallel import all_rows
 from mtpjax.models.view import Masks, Reach, Span, TreeSlots, View, Window
@@ -23,12 +25,17 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
 def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) -> View:
     """Makes the view of whole rows without a cache, causal within each segment, with positions counted from its start.
 
-    `shift` is added to the rotary positions, for recycled MTP depths.
+    `shift` is added to the rotary positions, for recycled MTP depths. If the mesh splits rows by tokens, the view is
+    that of the device's own tokens, which attend to the keys of whole rows (`mtpjax.models.context`).
     """
     # 1. A token attends from the first token of its segment, or of its window, to itself.
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
-    positions = segment_positions(segment_ids)
-    is_dense = segment_ids.shape[1] <= MAX_DENSE
+    index, positions = own_tokens(index), own_tokens(segment_positions(segment_ids))
+    require(
+        not (config.index_topk and is_context_split()),
+        f"mesh axis {AXIS} does not support the sparse indexer (index_topk {config.index_topk})",
+    )
+    is_dense = not is_context_split() and segment_ids.shape[1] <= MAX_DENSE
 
     def mask(window: int) -> jax.Array | KeyRanges:
         first = index - positions

@@ -74,7 +74,7 @@ class Trunk(nn.Module):
             if config.index_topk:
                 selection = empty_selection(view, config)
             period_type = _Period
-            if num_shards("fsdp") > 1:
+            if max(map(num_shards, ("fsdp", "context"))) > 1:
                 # Gather inside the rematerialised part, so that the backward pass gathers again instead of keeping
                 # whole layers.
                 gather = functools.partial(gather_layers, config=config)
@@ -93,7 +93,7 @@ class Trunk(nn.Module):
             return x, None, ()
         # Unrolled layers each have their own parameters and their own part of the cache.
         layers, states, update, block_type = [], {}, None, Block
-        is_sharded = num_shards("fsdp") > 1
+        is_sharded = max(map(num_shards, ("fsdp", "context"))) > 1
         for index, kind in enumerate(config.trunk_kinds):
             if index in layer_ids:
                 states[index] = x if update is None else x + update.total()

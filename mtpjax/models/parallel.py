@@ -14,6 +14,8 @@ from jax.sharding import AxisType
 from pallas_kernels.partial_sums import PartialSums
 
 EXPERT_AXES = (("data", "expert"), ("data",), ("expert",))  # tried in this order
+# Training splits parameters over these axes, as far as they divide the model width; tried in this order.
+PARAMETER_SHARDS = (("fsdp", "context"), ("fsdp",), ("context",))
 # True if the weights are laid out for decoding; part of JAX's cache key.
 decoding_layout = jax.make_user_context(False)
 
@@ -96,17 +98,17 @@ def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
 
 
 def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
-    """Joins the shards of an array along `axis`, if the mesh axis `fsdp` splits it; `size` is its full size.
+    """Joins the shards of an array along `axis`, if `PARAMETER_SHARDS` split it; `size` is its full size.
 
     The gradient is summed over these devices and scattered back.
     """
-    # An array of full size was not split, because `fsdp` does not divide it.
-    if num_shards("fsdp") == 1 or leaf.shape[axis] == size:
+    # An array of full size was not split, because the axes do not divide it.
+    if leaf.shape[axis] == size:
         return leaf
     # Gather along a new first axis and move it afterwards. If the gathered axis is inside, XLA instead transposes the
     # stack of all layers before the loop, and their gradients after it, which copies them.
-    gathered = jnp.moveaxis(jax.lax.all_gather(leaf, "fsdp"), 0, axis)
-    return gathered.reshape(*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
+    gathered = jax.lax.all_gather(leaf, axes_that_divide(size, num_shards, PARAMETER_SHARDS))
+    return jnp.moveaxis(gathered, 0, axis).reshape(*leaf.shape[:axis], size, *leaf.shape[axis + 1 :])
 
 
 def first_row(own: int) -> jax.Array | int:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.parallel import gather_axis
+from mtpjax.models.parallel import PARAMETER_SHARDS, axes_that_divide, gather_axis
 from mtpjax.models.quantized import is_scaled
 
 # (pattern, axis names) pairs. The first pattern that matches a parameter's path applies; parameters that match no
@@ -52,10 +52,17 @@ def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P
             are split like the weight. Stacked layers (`trunk/group_...`) have an additional first axis.
     """
     axes = (None,) * path.startswith("trunk/group_") + param_axes(path)
-    names = (MESH_AXES.get(axis or "", "") for axis in axes)
-    return PartitionSpec(
-        *(name if name in sizes and size % sizes[name] == 0 else None for name, size in zip(names, shape, strict=False))
-    )
+
+    def split(axis: str | None, size: int) -> tuple[str, ...] | str | None:
+        over = axes_that_divide(size, lambda name: sizes.get(name, 1), _mesh_axes(axis)) if axis else ()
+        return over if len(over) > 1 else over[0] if over else None
+
+    return PartitionSpec(*(split(axis, size) for axis, size in zip(axes, shape, strict=False)))
+
+
+def _mesh_axes(axis: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes that split an array axis in training, in the order in which they are tried."""
+    return PARAMETER_SHARDS if axis == "embed" else ((MESH_AXES[axis],),)
 
 
 def param_axes(path: str) -> tuple[str | None, ...]:
@@ -75,7 +82,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def gather_layers(params: Any, config: ModelConfig) -> Any:
-    """Joins the `fsdp` shards of layer parameters along their model-width axis, for training.
+    """Joins the shards of layer parameters along their model-width axis, for training.
 
     Args:
         params: a tree whose paths end like a layer's parameter paths, without an axis of stacked layers.

@@ -200,7 +200,7 @@ class View(flax.struct.PyTreeNode):
     # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size].
     mask: jax.Array | KeyRanges
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
-    segment_ids: jax.Array | None = None  # [B, T] document ids in packed rows
+    segment_ids: jax.Array | None = None  # [B, T] document ids in packed rows, of whole rows also on a `context` mesh
     num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
     span: Span | None = None  # None: the whole cache is read
     reach: Reach | None = None  # set in a pass with a cache

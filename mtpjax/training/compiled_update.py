@@ -18,6 +18,7 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_shardings
 from mtpjax.models.trunk import stack_layers
 from mtpjax.training.config import TrainConfig
+from mtpjax.training.data_parallel import row_spec
 from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.train_state import init_train_state, trainable_params
@@ -72,7 +73,7 @@ def compile_update(
         return init_train_state(stack_layers(params, config), optimizer, shape.trains)
 
     state = jax.eval_shape(make, params)
-    replicated, rows = (NamedSharding(mesh, PartitionSpec(*names)) for names in ((), (mesh.axis_names,)))
+    replicated, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, row_spec(mesh))
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     placed = jax.tree.map(place, state.params, param_shardings(state.params, mesh))
     moments = optax.tree_utils.tree_map_params(
@@ -84,7 +85,7 @@ def compile_update(
     )
     state = state.replace(params=placed, optimizer=moments, step=place(state.step, replicated))
     # 2. The batch, and the numbers that depend on the progress.
-    size = mesh.size * (shape.tokens // shape.row_length), shape.row_length
+    size = mesh.size * shape.tokens // shape.row_length, shape.row_length
     arrays: list[Any] = [jax.ShapeDtypeStruct(size, dtype, sharding=rows) for dtype in (jnp.int32, jnp.int32, bool)]
     numbers = [jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)] * 3
     # 3. Compile, and read the memory.

@@ -12,6 +12,7 @@ from mtpjax.errors import printable
 from mtpjax.field_types import check_mapping, check_range, check_scalar_fields, check_used
 from mtpjax.messages import require, require_choice
 from mtpjax.models.config import Implementation, ModelConfig
+from mtpjax.models.context import AXIS
 from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 from mtpjax.training.objective import Objective
@@ -134,8 +135,9 @@ class TrainConfig:
         implementation: how kernels run: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU kernels in an
             interpreter: slow, on any device), or "auto" (`pallas_kernels.dispatch`).
         dtype: compute dtype inside the layers. Trained parameters, gradient sums and optimiser state stay float32.
-        mesh: sizes of the mesh axes "data", "fsdp" and "expert", as a dict or as pairs. Rows are sharded over all axes,
-            parameters and optimiser state over "fsdp", and experts also over "expert".
+        mesh: sizes of the mesh axes "data", "fsdp", "expert" and "context", as a dict or as pairs. "context" splits
+            each row by its tokens, for rows that do not fit on one device. Rows are sharded over the other axes,
+            parameters and optimiser state over "fsdp" and "context", and experts also over "expert".
         plot_formats: file formats of the run's plot: "png", "svg", "pdf". (): no plot.
         tensorboard: also write the metrics to `tensorboard/` in the run folder.
         wandb: Weights & Biases project to which the metrics are also sent. None: do not use Weights & Biases.
@@ -340,18 +342,35 @@ class TrainConfig:
         return getattr(self, name) == getattr(type(self), name)
 
     def _check_mesh(self):
-        """Checks the mesh, and that all devices get the same number of rows of each microbatch."""
+        """Checks the mesh, and that all devices get the same number of rows and tokens of each microbatch."""
         sizes = check_mapping("mesh", self.mesh)
         for name, size in sizes.items():
-            require_choice("mesh axis", name, ("data", "fsdp", "expert"))
+            require_choice("mesh axis", name, ("data", "fsdp", "expert", AXIS))
             require(type(size) is int, f"mesh axis {name} must be an integer, got {size!r:.80}")
             check_range(f"mesh axis {name}", size, 1)
         object.__setattr__(self, "mesh", tuple(sizes.items()))
-        parts, rows = self.accumulation * math.prod(sizes.values()), self.batch_size
+        context = sizes.get(AXIS, 1)
+        parts, rows = self.accumulation * math.prod(sizes.values()) // context, self.batch_size
         require(
             rows % parts == 0,
-            f"batch_size {rows} is not a multiple of {parts} (accumulation {self.accumulation} x mesh {sizes})",
+            f"batch_size {rows} is not a multiple of {parts} (accumulation {self.accumulation} x mesh {sizes}"
+            f"{' without ' + AXIS if context > 1 else ''})",
         )
+        if context == 1:
+            return
+        # A device has two chunks of a row. A depth reads the states of the next chunk up to `num_depths` positions on.
+        tokens, chunks = self.row_length + self.extra_tokens, 2 * context
+        require(
+            tokens % chunks == 0,
+            f"mesh axis {AXIS} = {context} cuts a row into {chunks} chunks, which do not divide its {tokens} tokens "
+            f"(row_length {self.row_length} + extra_tokens {self.extra_tokens})",
+        )
+        require(
+            tokens // chunks >= self.num_depths,
+            f"mesh axis {AXIS} = {context} cuts a row into chunks of {tokens // chunks} tokens, fewer than num_depths "
+            f"{self.num_depths}",
+        )
+        require(self.draft_method.is_of_model, f"drafter '{self.drafter}' does not support the mesh axis {AXIS}")
 
 
 def _trains(method: DraftMethod) -> bool:

@@ -1,4 +1,6 @@
-"""Shards the rows of a training run over all devices, and parameters and optimiser state over the axis "fsdp".
+"""Shards the rows of a training run over all devices, and parameters and optimiser state over "fsdp" and "context".
+
+Over the axis "context", each row is split by its tokens (`mtpjax.models.context`). The other axes split whole rows.
 
 A trunk layer is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
 (`mtpjax.models.sharding.gather_layers`). The backward pass also reduce-scatters the layer's gradients. The embedding,
@@ -17,6 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtpjax import compat, distributed
+from mtpjax.models.context import AXIS, all_tokens, token_order
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import param_shardings, shard_params
@@ -36,27 +39,36 @@ def make_run_mesh(config: TrainConfig) -> Mesh | None:
     return compat.make_mesh(sizes, devices) if len(devices) > 1 else None
 
 
-def row_spec(mesh: Mesh) -> PartitionSpec:
-    """Returns the partition spec of rows `[B, ...]`, which are split over all axes."""
-    return PartitionSpec(mesh.axis_names)
+def row_spec(mesh: Mesh, ndim: int = 2) -> PartitionSpec:
+    """Returns the partition spec of rows `[B, T]`, or of states `[B, T, D]`, which "context" splits by tokens."""
+    by_row = tuple(axis for axis in mesh.axis_names if axis != AXIS)
+    return PartitionSpec(by_row, AXIS) if ndim == 3 and AXIS in mesh.axis_names else PartitionSpec(by_row)
 
 
 def shard_batch(arrays: Any, mesh: Mesh) -> Any:
     """Shards the rows of arrays over the mesh.
 
     Args:
-        arrays: tree of arrays `[B, ...]`; every process has the whole batch.
+        arrays: tree of arrays `[B, T]` and states `[B, T, D]`; every process has the whole batch.
     """
     return jax.tree.map(lambda rows: shard_rows(rows.shape, rows.__getitem__, mesh), arrays)
 
 
 def shard_rows(shape: tuple[int, ...], read: Callable[[Any], np.ndarray], mesh: Mesh) -> jax.Array:
-    """Makes an array `[B, ...]` that is sharded by rows, from the parts that this process's devices need.
+    """Makes rows `[B, T]` or states `[B, T, D]` that are sharded over the mesh, from the parts that this process needs.
 
     Args:
-        read: returns the part at an index, which is a tuple of slices.
+        read: returns the part at an index, which is a tuple of slices, or of a slice and an array of tokens.
     """
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, row_spec(mesh)), read)
+    sharding = NamedSharding(mesh, row_spec(mesh, len(shape)))
+    if len(sharding.spec) == 1:
+        return jax.make_array_from_callback(shape, sharding, read)
+    order = token_order(shape[1], mesh.shape[AXIS])
+
+    def read_in_order(index: Any) -> np.ndarray:
+        return read((index[0], order[index[1]], *index[2:]))
+
+    return jax.make_array_from_callback(shape, sharding, read_in_order)
 
 
 def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformation, trains: str) -> Any:
@@ -87,13 +99,14 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
     """
     sum_over_devices = functools.partial(jax.lax.psum, axis_name=mesh.axis_names)
 
-    # Each device has the gradients for its local rows. Sum them over the devices that hold the same shard. Over fsdp,
-    # one reduce-scatter sums and splits; the trunk has already done this for its layers. Experts already have
-    # the sum over the expert axis, because rows were sent to them.
+    # Each device has the gradients for its local rows. Sum them over the devices that hold the same shard. Over the
+    # gathered axes, one reduce-scatter sums and splits; the trunk has already done this for its layers. Experts
+    # already have the sum over the expert axis, because rows were sent to them.
     def scatter(path, gradient, spec):
-        if "fsdp" in spec and not _is_gathered_by_layer(path):
-            gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True)
-        others = tuple(axis for axis in mesh.axis_names if axis not in spec)
+        axes = _gathered_axes(spec)
+        if axes and not _is_gathered_by_layer(path):
+            gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=spec.index(axes), tiled=True)
+        others = tuple(axis for axis in mesh.axis_names if axis not in spec and axis not in axes)
         return jax.lax.psum(gradient, others) if others else gradient
 
     def compute_batch_gradients(params, batch, *numbers):
@@ -112,7 +125,7 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
             return sum_over_devices((loss, losses)), jax.tree_util.tree_map_with_path(scatter, gradients, trainable)
 
         # Scalars and target counts are the same on every device.
-        rows, replicated = row_spec(mesh), PartitionSpec()
+        rows, replicated = jax.tree.map(lambda array: row_spec(mesh, array.ndim), batch), PartitionSpec()
         in_specs = (specs, rows, *(replicated for _ in numbers))
         out_specs = (replicated, trainable)
         local = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -129,7 +142,9 @@ def sharded_trunk_states(
     specs = _param_specs(params, mesh)
 
     def on_device(shards, tokens, segment_ids):
-        return trunk_states(_gather_params(shards, specs), tokens, segment_ids, model=model, layer_ids=layer_ids)
+        params = _gather_params(shards, specs)
+        states = trunk_states(params, tokens, segment_ids, model=model, layer_ids=layer_ids)
+        return all_tokens(states, axis=1)
 
     rows = row_spec(mesh)
     local = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, rows, rows), out_specs=rows, check_vma=False)
@@ -144,9 +159,10 @@ def _gather_params(shards: dict, specs: dict) -> dict:
     """Gathers the parameters that the trunk does not gather layer by layer."""
 
     def gather(path, shard, spec):
-        if _is_gathered_by_layer(path) or "fsdp" not in spec:
+        axes = _gathered_axes(spec)
+        if _is_gathered_by_layer(path) or not axes:
             return shard
-        return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
+        return jax.lax.all_gather(shard, axes, axis=spec.index(axes), tiled=True)
 
     return jax.tree_util.tree_map_with_path(gather, shards, specs)
 
@@ -154,3 +170,8 @@ def _gather_params(shards: dict, specs: dict) -> dict:
 def _is_gathered_by_layer(path) -> bool:
     """Returns whether a parameter belongs to a layer that the trunk gathers when it runs."""
     return path[0].key == "trunk"
+
+
+def _gathered_axes(spec: PartitionSpec) -> tuple[str, ...] | str:
+    """Returns the entry of a parameter's spec that splits its model width; () if there is none."""
+    return next((axes for axes in spec if axes in ("fsdp", AXIS, ("fsdp", AXIS))), ())

@@ -23,6 +23,7 @@ from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.round_loops import TimingConditions
 from mtpjax.evaluation.round_shapes import chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
+from mtpjax.models.context import AXIS
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import shard_for_decoding
 from mtpjax.models.sharding import mesh_of
@@ -129,10 +130,14 @@ class PanelDecoder:
     def _decoding_mesh(self, mesh: Mesh) -> Mesh:
         """Returns the mesh on which to decode, which has the devices of the training mesh.
 
-        Decoding does not shard over "fsdp" and would replicate the parameters. Use this axis as "tensor" instead, which
-        shards heads and columns. A separate drafter needs the whole trunk on every device and splits only the rows.
+        Decoding does not shard over "fsdp" and "context" and would replicate the parameters and rows. Use these axes as
+        "tensor", which shards heads and columns, and as "data", which shards rows. A separate drafter needs the whole
+        trunk on every device and splits only the rows.
         """
-        sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
+        sizes: dict[str, int] = {}
+        for axis, size in mesh.shape.items():
+            name = {"fsdp": "tensor", AXIS: "data"}.get(str(axis), str(axis))
+            sizes[name] = sizes.get(name, 1) * size
         return make_mesh(sizes if self.drafter is None else {"data": mesh.size}, list(mesh.devices.flat))
 
     def _decode(self, model: MTPModel, params: dict, chosen, batch_size: int):

@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 
 from mtpjax.drafters.forward import draft_columns, draft_heads, forward_drafter, read_layers
 from mtpjax.drafters.trained import TrainedDrafter
+from mtpjax.models.context import own_tokens
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.sharding import platform_of
 from mtpjax.training.anchors import MAX_ANCHORS, anchor_terms, keep_anchors, to_rows
+from mtpjax.training.context_terms import chunk_terms
 from mtpjax.training.fp8_states import dequantise_states
 from mtpjax.training.losses import (
     BatchTotals,
@@ -74,7 +76,8 @@ class Rows(NamedTuple):
         tokens: int32.
         segment_ids: int32.
         loss_mask: bool.
-        states: `[b, T, D]` the trunk's cached hidden states; None: the trunk runs.
+        states: `[b, T, D]` the trunk's cached hidden states; None: the trunk runs. If the mesh splits rows by tokens,
+            they are those of the device's own tokens, and the integers are whole rows (`mtpjax.models.context`).
         anchors: `[b, A]` anchors of a block drafter; None for other drafters.
     """
 
@@ -168,6 +171,7 @@ def forward_rows(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
         states = dequantise_states(states, model.config.hidden_size) if states.dtype == jnp.uint8 else states
         states = states.astype(model.dtype or params["embedding"].dtype)
     targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
+    targets, is_valid = jax.vmap(own_tokens)(targets), jax.vmap(own_tokens)(is_valid)
     is_valid, confidence = keep_anchors(is_valid, anchors), None
     if drafter is None:
         layout = {"attention_layout": spec.attention_layout, "is_detached": spec.trains == "detached"}
@@ -180,7 +184,7 @@ def forward_rows(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
             targets = jnp.maximum(column[targets], 0)
         if anchors is not None and output.confidence is not None:
             confidence = to_rows(output.confidence, anchors, tokens.shape[1])
-    compute = functools.partial(_output_terms, params, spec=spec)
+    compute = functools.partial(chunk_terms, functools.partial(_output_terms, params, spec=spec))
     terms = compute(output, targets) if anchors is None else anchor_terms(compute, output, targets, anchors)
     return _Forward(terms, is_valid, targets, output, confidence)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mtpjax.io import checkpoint
+from mtpjax.models.context import AXIS
 from mtpjax.models.model import MTPModel
 from mtpjax.models.overrides import model_changes
 from mtpjax.models.params import add_mtp_modules, init_params, is_of_modules
@@ -83,11 +84,15 @@ def _check_experts(config: TrainConfig, model: MTPModel) -> None:
 
 
 def _check_modules_and_experts(config: TrainConfig, model: MTPModel) -> None:
-    """Raises `ValueError` if nothing would be trained, a setting is unused, or the mesh does not divide the experts.
+    """Raises `ValueError` if nothing would be trained, a setting is unused, or the mesh does not fit the model.
 
     Warns about modules that have no loss.
     """
     _check_experts(config, model)
+    if dict(config.mesh).get(AXIS, 1) > 1 and model.config.index_topk:
+        raise ValueError(
+            f"mesh axis {AXIS} does not support the sparse indexer of index_topk {model.config.index_topk}"
+        )
     modules = model.config.num_mtp_modules
     if config.trains == "modules" and not modules:
         raise ValueError("trains='modules' needs a model with MTP modules, and this one has 0 (model.num_mtp_modules)")

@@ -293,7 +293,8 @@ def mtp_scale_at(progress: float, *, scale: float, final: float, switch: float) 
 class LossInputs(NamedTuple):
     """The arguments of an objective, for the rows on one device or in one microbatch.
 
-    Values that an objective does not read are not computed.
+    Values that an objective does not read are not computed. If the mesh axis `context` splits rows by tokens, T counts
+    the device's tokens, which are not consecutive.
 
     Attributes:
         loss: `[]` the loss that the run minimises without a custom objective. `inputs.loss + extra` adds a term to it.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
 
 import jax
+from jax.sharding import PartitionSpec
 
 from mtpjax.models.config import LayerKind, ModelConfig, Remat
 from mtpjax.models.masks import MAX_DENSE
@@ -138,7 +139,7 @@ def _estimate(config: ModelConfig, leaves: list[_Leaf], sizes: Mapping[str, int]
         temps["layer"] = weights + max(_forward_bytes(config, kind, shape) for kind in kinds)
     else:
         # The next layer's weights are joined while a layer runs, and the last layer's gradients are sent in float32.
-        if sizes.get("fsdp", 1) > 1:
+        if max(sizes.get(axis, 1) for axis in ("fsdp", "context")) > 1:
             weights = 2 * weights + max(whole_gradients.values())
         of_all = total("gradient_shard", lambda leaf: leaf.part == "trunk" or leaf.layer.startswith("mtp_"))
         of_all += total("gradient", lambda leaf: leaf.part in ("embedding", "head"))
@@ -180,8 +181,8 @@ def _leaves(params: dict, sizes: Mapping[str, int], shape: UpdateShape) -> Itera
             continue
         size, spec = math.prod(leaf.shape), param_spec(name, leaf.shape, sizes)
         shard = size / num_shards(spec, sizes)
-        is_joined = "fsdp" in spec and sizes["fsdp"] > 1
-        whole = shard * sizes["fsdp"] if is_joined else shard
+        joined = _joined_shards(spec, sizes)
+        is_joined, whole = joined > 1, shard * joined
         itemsize = FLOAT32 if is_trained else leaf.dtype.itemsize
         yield _Leaf(
             part=part,
@@ -192,6 +193,12 @@ def _leaves(params: dict, sizes: Mapping[str, int], shape: UpdateShape) -> Itera
             gradient=whole * FLOAT32 * is_trained,
             gradient_shard=shard * FLOAT32 * is_trained,
         )
+
+
+def _joined_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
+    """Returns the number of shards of a parameter that are joined when its layer runs."""
+    axes = (axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
+    return math.prod(sizes[axis] for axis in axes if axis in ("fsdp", "context"))
 
 
 def _attention_widths(config: ModelConfig, kind: LayerKind) -> tuple[int, int, int]:

@@ -36,9 +36,11 @@ def train_rows(
         row: dict[str, Any] = {"mesh": dict(mesh), "arguments": estimates[remat].arguments}
         row["temps"] = {each: estimate.temp for each, estimate in estimates.items()}
         row |= {"remat": remat, "fits": estimates[remat].total <= memory}
-        counts = RowCounts.full(shape.tokens // shape.row_length, shape.row_length)
-        setting = UpdateSetting(mesh, counts, Trained(shape.trains, shape.num_depths), remat == "layers")
-        row["update"] = predict_profile(config, params, device, setting)
+        # The time of rows that are split by tokens is not predicted.
+        if shape.tokens >= shape.row_length:
+            counts = RowCounts.full(shape.tokens // shape.row_length, shape.row_length)
+            setting = UpdateSetting(mesh, counts, Trained(shape.trains, shape.num_depths), remat == "layers")
+            row["update"] = predict_profile(config, params, device, setting)
         rows.append(row | {"longest_row": longest_row(config, params, mesh, shape, memory)})
     return rows
 
@@ -48,7 +50,8 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, shape: Update
     from mtpjax.evaluation.tables import number_table
 
     headings = ("state", *(f"temp:\n{remat}" for remat in REMATS), "remat", "longest\nrow", "s", "MFU")
-    text = f"{shape.tokens // shape.row_length} x {shape.row_length} tokens"
+    count = shape.tokens // shape.row_length
+    text = f"{count} x {shape.row_length} tokens" if count else f"{shape.tokens} of a row's {shape.row_length} tokens"
     table = number_table(f"{device.name}: training, GB per GPU, {text} each", headings, "mesh")
     table.caption = (
         "state: parameters and AdamW's moments, exact. temp: estimated, for each remat. remat: the fastest that "
@@ -58,7 +61,9 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, shape: Update
     for row in rows:
         temps = (_gigabytes(nbytes) for nbytes in row["temps"].values())
         chosen = row["remat"] if row["fits"] else "no room"
-        times = f"{row['update']['update_seconds']:.3g}", f"{row['update']['mfu']:.0%}"
+        times = "-", "-"
+        if update := row.get("update"):
+            times = f"{update['update_seconds']:.3g}", f"{update['mfu']:.0%}"
         cells = _gigabytes(row["arguments"]), *temps, chosen, f"{row['longest_row']:,}", *times
         table.add_row(mesh_text(row["mesh"]), *cells)
     return table

@@ -163,6 +163,10 @@ def test_the_command(tmp_path, capsys):
     assert "data=2,tensor=2" in printed and not re.search("(data|tensor) [0-9]", printed)
     assert run(["plan", "deepseek-v3", "--count", "8"]) == 1
     assert "no mesh of 8 H100 SXM fits" in " ".join(capsys.readouterr().out.split())
+    for mesh in ([], ["--mesh", "expert=8,context=8"]):
+        flags = ["--train", "modules", "--count", "64", "--batch-size", "64", *mesh]
+        run(["plan", "deepseek-v3", "--weights", "fp8", *flags])
+        assert "20.39" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -263,7 +263,7 @@ def test_a_misspelt_setting_names_the_nearest(pair, guess):
         (["--data", "my-texts"], "train: unknown flag --data: settings are written without dashes: data=VALUE"),
         (["--batch-size=4"], "train: unknown flag --batch-size: settings are written without dashes: batch_size=VALUE"),
         (["--mesh", "data2"], "--mesh 'data2' must be an axis"),
-        (["--mesh", "tensor=2"], "mesh axis 'tensor' is not one of data, fsdp, expert"),
+        (["--mesh", "tensor=2"], "mesh axis 'tensor' is not one of data, fsdp, expert, context"),
         (["--node-rank", "1"], "--node-rank and --dist-init-addr need --nnodes"),
         (["--allow-config-change", "steps"], "--allow-config-change needs --resume"),
     ],

@@ -209,7 +209,7 @@ def test_a_process_that_is_told_to_end_ends_all_of_them(launch, unbroken):
 
 def test_meshes_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     for changes, said in (
-        ({"mesh": {"tensor": 2}}, "mesh axis 'tensor' is not one of data, fsdp, expert"),
+        ({"mesh": {"tensor": 2}}, "mesh axis 'tensor' is not one of data, fsdp, expert, context"),
         ({"mesh": {"data": 0}}, "mesh axis data must be at least 1, not 0"),
         ({"mesh": {"data": 3}}, r"batch_size 8 is not a multiple of 3 \(accumulation 1 x mesh {'data': 3}\)"),
         ({"accumulation": 5}, "batch_size 8 is not a multiple of 5"),

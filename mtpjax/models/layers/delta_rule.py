@@ -7,6 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.context import (
+    all_chunks,
+    choose_own,
+    continues_before,
+    ends_before,
+    is_context_split,
+    own_chunks,
+    split_chunks,
+)
 from mtpjax.models.layers.attention_kind import AttentionKind
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import matrix_product, partial_product
@@ -36,7 +45,9 @@ class DeltaRule(nn.Module):
     def __call__(
         self, x: jax.Array, view: View, layer_cache: Entries | None = None, selection: Masks | None = None
     ) -> tuple[PartialSums, Entries, Masks | None]:
-        config = self.config
+        config, shape = self.config, x.shape
+        # If the mesh splits rows by tokens, each of the device's chunks is a row here.
+        x = split_chunks(x) if layer_cache is None else x
         B, T, D = x.shape
         P, Q = config.linear_key_head_dim, config.linear_value_head_dim
         G = config.linear_num_value_heads // config.linear_num_key_heads
@@ -59,10 +70,12 @@ class DeltaRule(nn.Module):
         rate_bias = self.param("rate_bias", nn.initializers.zeros, (J,)).astype(jnp.float32)
 
         # 2. Convolve over time, continuing from the cached inputs; whole rows start with zeros.
-        before = layer_cache["conv"] if layer_cache else jnp.zeros((B, taps.shape[-1] - 1, K, channels), x.dtype)
+        C = taps.shape[-1]
+        before = layer_cache["conv"] if layer_cache else ends_before(conv_inputs, C - 1)
         state = layer_cache["state"] if layer_cache else jnp.zeros((B, J, P, Q), jnp.float32)
         inputs = jnp.concatenate([before.astype(x.dtype), conv_inputs], axis=1)
-        mixed = jax.nn.silu(_convolve(inputs, taps, view.segment_ids)).astype(jnp.float32)
+        documents = None if view.segment_ids is None else own_chunks(view.segment_ids, before=C - 1, fill=-1)
+        mixed = jax.nn.silu(_convolve(inputs, taps, documents)).astype(jnp.float32)
 
         # 3. Normalise queries and keys to unit length; compute write strengths in (0, 1) and the log decay per token.
         q, k, v = jnp.split(mixed, [P, 2 * P], axis=-1)
@@ -82,7 +95,9 @@ class DeltaRule(nn.Module):
             output, corrections = gated_delta_verify(*rule, implementation=implementation)
             entries = {"state": state, "keys": k, "log_decay": log_decay, "corrections": corrections, "inputs": inputs}
         else:
-            if layer_cache is None or T > MAX_STEPWISE_TOKENS:
+            if layer_cache is None and is_context_split():
+                output, state = _rule_over_chunks(rule, view.segment_ids, implementation)
+            elif layer_cache is None or T > MAX_STEPWISE_TOKENS:
                 output, state = gated_delta(*rule, segment_ids=view.segment_ids, implementation=implementation)
             else:
                 output, state = gated_delta_steps(*rule, implementation=implementation)
@@ -95,9 +110,51 @@ class DeltaRule(nn.Module):
         output = rms_norm(output, scale, eps=config.rms_norm_eps, implementation="xla").reshape(B, T, K, G * Q)
         output = (output * gate_function(gate.astype(jnp.float32))).astype(x.dtype)
         project = self.param("output", nn.initializers.lecun_normal(), (J * Q, D))
-        output = output.reshape(B, T, J * Q)
+        output = output.reshape(*shape[:2], J * Q)
         projected = partial_product(output, project, implementation=self.implementation)
         return add_parts(projected, config.linear_num_key_heads, "tensor"), entries, selection
+
+
+def _rule_over_chunks(
+    rule: tuple[jax.Array, ...], segment_ids: jax.Array | None, implementation: str
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `gated_delta` for this device's chunks of rows that the mesh splits by tokens.
+
+    The rule is linear in the state: a chunk maps the state S before it to `A S + E`, where E is the last state of a
+    chunk that starts from zeros. All devices therefore work at once. They exchange E and A of every chunk, J P (P + Q)
+    float32 numbers, and then go through the chunks in order. Compared with `gated_delta`, the rule has P more columns.
+    Devices that wait for each other's states would not need them, but would take 2n times as long.
+
+    Args:
+        rule: the arguments of `gated_delta`, whose rows are the chunks; the state is ignored.
+        segment_ids: `[B, T]` int32 document ids of whole rows.
+
+    Returns:
+        The outputs, and the state after each chunk.
+    """
+    assert segment_ids is not None
+    q, k, v, log_decay, beta, state = rule
+    rows, J, P, Q = state.shape
+    # 1. Run each chunk from zeros. The other columns start from the identity and write nothing, so that they end as A.
+    # Their outputs are the products with which the queries read the state before the chunk.
+    columns = jnp.broadcast_to(jnp.eye(P, Q + P, Q, dtype=state.dtype), (rows, J, P, Q + P))
+    wide = jnp.concatenate([v, jnp.zeros((*v.shape[:-1], P), v.dtype)], axis=-1)
+    settings = {"segment_ids": own_chunks(segment_ids), "implementation": implementation}
+    output, ends = gated_delta(q, k, wide, log_decay, beta, columns, **settings)
+    output, reads = jnp.split(output, [Q], axis=-1)
+
+    # 2. Pass the states on. A chunk that begins with a new document starts from zeros.
+    def step(state, chunk):
+        end, continues = chunk
+        before = jnp.where(continues[:, None, None, None], state, 0)
+        return end[..., :Q] + end[..., Q:] @ before, before
+
+    chunks = all_chunks(ends), continues_before(segment_ids)
+    _, before = jax.lax.scan(step, jnp.zeros((len(segment_ids), J, P, Q)), chunks)
+
+    # 3. Add what the queries read from the state before their chunk.
+    before = choose_own(before)
+    return output + jnp.einsum("BTJP,BJPQ->BTJQ", reads, before), ends[..., :Q] + ends[..., Q:] @ before
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -108,7 +165,7 @@ def _unit(x: jax.Array) -> jax.Array:
 def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """Convolves `inputs [B, C-1+T, K, channels]` causally with `taps [K, channels, C]`; returns `[B, T, K, channels]`.
 
-    With `segment_ids [B, T]`, inputs of other documents count as zero.
+    With `segment_ids [B, C-1+T]`, inputs of other documents count as zero.
     """
     C = taps.shape[-1]
     T = inputs.shape[1] - C + 1
@@ -117,9 +174,8 @@ def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None)
         part = inputs[:, place : place + T] * taps[None, None, :, :, place]
         if segment_ids is not None and place < C - 1:
             # Tap `place` reads C - 1 - place tokens back; keep it only if that token is in the same document.
-            back = C - 1 - place
-            there = jnp.pad(segment_ids, ((0, 0), (back, 0)), constant_values=-1)[:, :T]
-            part = jnp.where((there == segment_ids)[:, :, None, None], part, 0)
+            there = segment_ids[:, place : place + T]
+            part = jnp.where((there == segment_ids[:, C - 1 :])[:, :, None, None], part, 0)
         total = total + part
     return total
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from mtpjax.models.context import all_tokens
 from mtpjax.models.view import Entries, Masks, Recycled, View
 from pallas_kernels.range_attention import KeyRanges
 
@@ -30,10 +31,22 @@ def append_and_select(
         # The window may start within the levels, because each earlier level's entry is one position older.
         shape, oldest = (*view.angles[0].shape[:2], 1), len(levels) - view.window if view.window else 0
         itself = (jnp.full(shape, level >= oldest) for level in range(len(levels)))
-        return new, (layer_cache.base, *levels), (view.mask, *itself)
+        return new, (_gather_tokens(layer_cache.base), *levels), (view.mask, *itself)
     if layer_cache is not None:
         new = append(layer_cache, new, view)
-    return new, *select(new, view)
+        return new, *select(new, view)
+    return new, *select(_gather_tokens(new), view)
+
+
+def _gather_tokens(entries: Entries) -> Entries:
+    """Gathers the entries of whole rows if the mesh splits the rows by tokens.
+
+    The backward pass gathers again and scatters the gradients. Per token and layer, a device receives 2 K H numbers for
+    grouped attention. Latent attention gathers its latents, R + P numbers, before it expands them to the N (C + P + V)
+    numbers of all heads: for DeepSeek-V3, 576 instead of 40,960. In return, each device expands the latents of whole
+    rows.
+    """
+    return {name: all_tokens(kept, kept.ndim - 2) for name, kept in entries.items()}
 
 
 def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
