@@ -80,7 +80,7 @@ def compile_cell(
     implementation: Implementation = "xla",
     compiler_options: dict[str, str | bool] | None = None,
 ) -> tuple[CompiledUpdate, UpdateMemory]:
-    """Compiles an update of one row of `num_tokens` tokens on each device, or for each `context`, and estimates its memory.
+    """Compiles an update of one row on each device, or one for each `context`, and estimates its memory.
 
     Args:
         config: the model's config.
@@ -170,20 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     description = about(argv)
     rows: list[dict[str, Any]] = []
     table = narrow_table("an update on H100s: compiled, not run; GB per device")
-    headings = (
-        "model",
-        "trains",
-        "mesh",
-        "tokens",
-        "arguments",
-        "planned",
-        "temp",
-        "planned",
-        "error",
-        "received",
-        "CPU s",
-    )
-    for heading in headings:
+    numbers = ("arguments", "planned", "temp", "planned", "error", "received")
+    for heading in ("model", "trains", "mesh", "tokens", *numbers, "CPU s"):
         table.add_column(heading, justify="right")
     console = Console(width=None if sys.stdout.isatty() else 160)
     for number, (name, config, trains, sizes, tokens) in enumerate(cells, start=1):

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mtpjax import distributed
 from mtpjax.atomic import atomic_file, write_text
@@ -42,7 +43,7 @@ from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.safe_open import read_json_file
 from mtpjax.training import run_dir
-from mtpjax.training.data_parallel import shard_batch, sharded_trunk_states
+from mtpjax.training.data_parallel import shard_batch, shard_rows, sharded_trunk_states
 from mtpjax.training.fp8_states import SCALE_BYTES, quantise_states
 from mtpjax.training.log import progress_display
 
@@ -83,12 +84,19 @@ class HiddenStateCache:
         """The shape of the states of one row."""
         return self.blocks[0][0].shape[1], sum(states.shape[2] for states in self.blocks[0])
 
-    def take(self, row_indices: np.ndarray) -> np.ndarray:
+    def take(self, row_indices: np.ndarray, mesh: Mesh | None = None) -> np.ndarray | jax.Array:
         """Returns the states for `row_indices [B]`, laid out as in `trunk_states`.
 
         The shape is `[B, T, (n + 1) * D]`, with the states of the n layers first and the final states last; in fp8,
-        `[B, T, (n + 1) * (D + 4)]` (`mtpjax.training.fp8_states`).
+        `[B, T, (n + 1) * (D + 4)]` (`mtpjax.training.fp8_states`). With a mesh, the states are sharded over it, and
+        each process reads only the rows of its devices.
         """
+        if mesh is None:
+            return self._read(row_indices)
+        read = lambda index: self._read(row_indices[index[0]])[(slice(None), *index[1:])]
+        return shard_rows((len(row_indices), *self.row_shape), read, mesh)
+
+    def _read(self, row_indices: np.ndarray) -> np.ndarray:
         size = self.rows_per_block
         return np.stack(
             [np.concatenate([states[n % size] for states in self.blocks[n // size]], axis=-1) for n in row_indices]

@@ -31,7 +31,7 @@ from mtpjax.training.anchors import MAX_ANCHORS
 from mtpjax.training.callbacks import Callback, Moment, TrainEvent, check_callbacks
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
-from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_rows, shard_train_state
+from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_train_state
 from mtpjax.training.decoding_eval import PanelDecoder
 from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
@@ -215,7 +215,7 @@ class Run:
         """Runs one update and logs it. `row_indices` selects the cached trunk states of the batch."""
         config, clock = self.config, self.clock
         with self.log.waiting_for_data():
-            states = self._read_trunk_states(row_indices)
+            states = None if self.trunk_states is None else self.trunk_states.take(row_indices, self.mesh)
             if self.mesh is not None:
                 batch = shard_batch(batch, self.mesh)
         # Learning rate, lambda and mix depend on the progress before the update.
@@ -243,17 +243,6 @@ class Run:
             self.last_metrics = {name: value if value.ndim else value.item() for name, value in values}
             self.last_metrics |= {"learning_rate": learning_rate, "mtp_scale": mtp_scale}
             self._call_or_save(self._notify, "after_update", self.last_metrics)
-
-    def _read_trunk_states(self, row_indices: np.ndarray) -> np.ndarray | jax.Array | None:
-        """Returns the cached trunk states of a batch. Each process reads only the rows of its devices."""
-        cache = self.trunk_states
-        if cache is None or self.mesh is None:
-            return None if cache is None else cache.take(row_indices)
-
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            return cache.take(row_indices[index[0]])[(slice(None), *index[1:])]
-
-        return shard_rows((len(row_indices), *cache.row_shape), read, self.mesh)
 
     def _check_finite(self, metrics: Mapping[str, jax.Array]) -> None:
         """Counts consecutive updates that were skipped because they were not finite; too many end the run."""

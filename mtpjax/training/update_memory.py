@@ -161,11 +161,15 @@ def choose_remat(
 
 
 def longest_row(config: ModelConfig, params: dict, sizes: Mapping[str, int], shape: UpdateShape, memory: float) -> int:
-    """Returns the longest row, a multiple of 1,024 tokens, of which each device can have one within `memory` bytes."""
+    """Returns the longest row, a multiple of 1,024 tokens, that fits into `memory` bytes per device.
+
+    Each device has one row, or shares one with the other devices of "context".
+    """
     leaves, low, high = list(_leaves(params, sizes, shape)), 0, 2**14
     while low < high:
         middle = (low + high + 1) // 2
-        tried = dataclasses.replace(shape, tokens=1024 * middle, row_length=1024 * middle)
+        own = 1024 * middle // sizes.get("context", 1)
+        tried = dataclasses.replace(shape, tokens=own, row_length=1024 * middle)
         fits = _estimate(config, leaves, sizes, tried).total <= memory
         low, high = (middle, high) if fits else (low, middle - 1)
     return 1024 * low

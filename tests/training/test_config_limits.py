@@ -84,7 +84,7 @@ def test_a_wrong_address_is_refused_at_once(address):
         (TrainConfig, {"mesh": {"data": "2"}}, "mesh axis data must be an integer, got '2'"),
         (Objective, {"mix": "kl"}, "mix must be a mapping or pairs, got 'kl'"),
         (Objective, {"mix": {"kl": "1"}}, "the weight of kl must be a number, got '1'"),
-        (Objective, {"vocab_chunk": 2.0}, "vocab_chunk must be an integer, got 2.0"),
+        (Objective, {"vocab_chunk": 2.0}, "vocab_chunk must be an integer or None, got 2.0"),
         (Source, {"weight": "1"}, "weight must be a number, got '1'"),
         (ModelConfig, SIZES | {"hidden_size": "64"}, "hidden_size must be an integer, got '64'"),
         (ModelConfig, SIZES | {"rms_norm_eps": math.nan}, "rms_norm_eps must be at least 0, got nan"),

@@ -6,8 +6,6 @@ import errno
 import functools
 import itertools
 import threading
-import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +24,6 @@ from mtpjax.training import hidden_state_cache, run_dir
 from mtpjax.training.fp8_states import dequantise_states, quantise_states
 from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.hidden_state_cache import HiddenStateCacheError, open_hidden_state_cache
-from mtpjax.training.run import Run
 from mtpjax.training.run_sizes import compute_run_sizes
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.train_state import TrainState, init_train_state
@@ -131,21 +128,17 @@ def test_each_process_gets_the_rows_of_its_block(process, rows, monkeypatch):
     assert seen == [9, 9, 9]  # seven rows, three at once
 
 
-def test_a_process_reads_the_rows_of_its_devices(rows, small, tmp_path):
+def test_a_process_reads_the_rows_of_its_devices(rows, small, tmp_path, monkeypatch):
     cache, read_rows = read(tmp_path, rows, small), []
-    mesh = compat.make_mesh({"data": 2, "fsdp": 2})
+    numbers, read_whole = np.array([10, 0, 3, 7]), cache._read
 
-    class Spy:
-        row_shape = cache.row_shape
+    def spy(self, row_indices):
+        read_rows.append(row_indices.tolist())
+        return read_whole(row_indices)
 
-        def take(self, row_indices):
-            read_rows.append(row_indices.tolist())
-            return cache.take(row_indices)
-
-    numbers = np.array([10, 0, 3, 7])
-    run: Any = types.SimpleNamespace(trunk_states=Spy(), mesh=mesh)
-    found = Run._read_trunk_states(run, numbers)
-    np.testing.assert_array_equal(found, cache.take(numbers))
+    monkeypatch.setattr(type(cache), "_read", spy)
+    found = cache.take(numbers, compat.make_mesh({"data": 2, "fsdp": 2}))
+    np.testing.assert_array_equal(found, read_whole(numbers))
     assert sorted(read_rows) == [[0], [3], [7], [10]]
     assert found.addressable_shards[0].data.shape == (1, *cache.row_shape)
 
