@@ -47,14 +47,14 @@ def packed_batch():
     return Batch(tokens, segments, rng.random((2, 12)) < 0.8)
 
 
-def run_steps(model, params, drafter, batch, *, steps=1, states=None, **changes):
-    """Parameters and metrics after some updates."""
+def run_steps(model, params, drafter, batch, *, steps=1, states=None, warmup=1, **changes):
+    """Parameters and metrics after some updates, with a learning rate that rises over `warmup` updates."""
     optimizer = make_optimizer(TrainConfig())
     state = init_train_state(params, optimizer, "modules")
     spec = TrainSpec(model=model, num_depths=LEVELS, trains="modules", drafter=drafter, **changes)
     step = jax.jit(functools.partial(train_step, spec=spec, optimizer=optimizer))
-    for _ in range(steps):
-        state, metrics = step(state, batch, 1e-2, 1.0, states=states)
+    for number in range(steps):
+        state, metrics = step(state, batch, 1e-2 * min((number + 1) / warmup, 1), 1.0, states=states)
     return state.params, metrics
 
 
