@@ -11,18 +11,19 @@ import jax.numpy as jnp
 def multiply_rows(x: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
     """Multiplies x [..., K] by a matrix [K, N]; returns [..., N] in x's dtype, or in `dtype`.
 
-    Flattens x to [rows, K] first. With further axes, XLA's CPU backend copies the transposed output gradient to compute
-    the matrix's gradient, and its product is slower.
+    Flattens x to [rows, K] first. With more axes, XLA's CPU backend copies the output gradient in transposed form to
+    compute the matrix's gradient, and its product is slower.
     """
-    product = jnp.matmul(x.reshape(-1, x.shape[-1]), matrix, preferred_element_type=dtype)
-    return product.reshape(*x.shape[:-1], -1)
+    product = jnp.matmul(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), matrix, preferred_element_type=dtype)
+    return product.reshape(*x.shape[:-1], matrix.shape[-1])
 
 
 @jax.custom_vjp
 def transposed(matrix: jax.Array) -> jax.Array:
     """Transposes a matrix that `multiply_rows` multiplies by, such as a tied embedding.
 
-    On a CPU, the gradient's transpose is kept apart from the product before it. Merged, the product is slower.
+    On a CPU, a barrier keeps XLA from fusing the gradient's transpose into the product before it, which would be
+    slower. Differentiable in reverse mode only.
     """
     return matrix.T
 

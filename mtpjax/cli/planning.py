@@ -180,8 +180,12 @@ def _plan_training(options, config, params, load) -> int:
         )
     device, console = DEVICES[options.device], rich.console.Console()
     # The axis "context" splits each row by tokens, and the other axes split the rows.
-    parts = sizes.get("context", 1)
-    if load.context % (2 * parts):
+    parts, expert = sizes.get("context", 1), sizes.get("expert", 1)
+    if parts > 1 and config.index_topk:
+        raise ValueError(f"--mesh {options.mesh}: context does not support the sparse indexer")
+    if expert > 1 and (not config.n_routed_experts or config.n_routed_experts % expert):
+        raise ValueError(f"--mesh {options.mesh}: expert must divide the model's {config.n_routed_experts} experts")
+    if parts > 1 and load.context % (2 * parts):
         raise ValueError(f"--context {load.context} must be a multiple of {2 * parts} for --mesh {options.mesh}")
     shape = UpdateShape(
         tokens=-(-options.batch_size * parts // options.count) * load.context // parts,

@@ -91,6 +91,8 @@ def _predictions(options, config) -> list:
     has_fp8 = params is not None and any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(params))
     shapes = stored_shapes(model, has_fp8=has_fp8 and config.trunk_dtype == "stored")
     sizes = dict(config.mesh) or {"fsdp": options.num_devices}
+    if sizes.get("context", 1) > 1:
+        raise ValueError("--predict with --train does not support the mesh axis context")
     rows = RowCounts.full(-(-config.batch_size // math.prod(sizes.values())), config.row_length)
     depths = config.num_depths if model.num_mtp_modules else 0
     trained = Trained(config.trains, depths, config.trunk_states is None)

@@ -197,7 +197,7 @@ class View(flax.struct.PyTreeNode):
     """Positions and masks for the T tokens of a pass, shared by all layers of one kind."""
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
-    # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size].
+    # Keys that a query attends to: bool [B, T, S] (with a span [B, T, sinks + size]), or ranges for long whole rows.
     mask: jax.Array | KeyRanges
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
     segment_ids: jax.Array | None = None  # [B, T] document ids in packed rows, of whole rows also on a `context` mesh

@@ -133,8 +133,16 @@ def open_hidden_state_cache(
 
     Raises:
         HiddenStateCacheError: the folder holds something else; the message says what differs.
+        ValueError: there are more processes than rows in a pass, or several processes and the mesh axis "context".
         Preempted: a stop signal arrived. Complete blocks are kept.
     """
+    mesh = mesh_of(params["embedding"])
+    if jax.process_count() > 1 and mesh is not None and mesh.shape.get("context", 1) > 1:
+        raise ValueError(
+            "trunk_states does not support the mesh axis context with several processes: compute them in one"
+        )
+    if batch_size < jax.process_count():
+        raise ValueError(f"trunk_states needs batch_size of at least {jax.process_count()} processes, not {batch_size}")
     identity = _cache_identity(params, rows, model, dtype)
     pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
     # A block holds a whole number of passes, at least one. An existing manifest keeps its own block size.

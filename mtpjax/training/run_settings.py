@@ -47,6 +47,8 @@ def resolve_remat(
 ) -> Remat:
     """Returns a run's `remat`. On GPUs, "auto" is the fastest policy whose estimated memory fits, and is printed.
 
+    With the mesh axis "context", "auto" on GPUs is "layers".
+
     Args:
         config: the run's settings.
         model_config: the model's config.
@@ -60,10 +62,13 @@ def resolve_remat(
     stats = jax.local_devices()[0].memory_stats() if platform == "gpu" and config.draft_method.is_of_model else None
     if not stats or "bytes_limit" not in stats:
         return "none"
-    sizes = dict(config.mesh)
+    sizes, length = dict(config.mesh), config.row_length + config.extra_tokens
+    # The estimate leaves out the keys and values that "context" gathers, so it cannot show that more fits.
+    if sizes.get("context", 1) > 1:
+        return "layers"
     shape = UpdateShape(
-        tokens=config.batch_size // (config.accumulation * math.prod(sizes.values())) * config.row_length,
-        row_length=config.row_length,
+        tokens=config.batch_size // (config.accumulation * math.prod(sizes.values())) * length,
+        row_length=length,
         trains=config.trains,
         num_depths=num_depths,
         vocab_chunk=config.objective.vocab_chunk,
@@ -72,6 +77,8 @@ def resolve_remat(
     )
     shapes = jax.eval_shape(functools.partial(unstack_layers, config=model_config), params)
     remat = choose_remat(model_config, shapes, sizes, shape, USABLE_SHARE * stats["bytes_limit"])
+    # All processes must compile the same program, even if their GPUs differ.
+    remat = distributed.from_main_process(remat)
     if distributed.is_main_process():
         print(f"remat auto: {remat}, for GPUs with {stats['bytes_limit'] / 1e9:.0f} GB", file=sys.stderr, flush=True)
     return remat

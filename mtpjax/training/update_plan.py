@@ -37,9 +37,9 @@ def train_rows(
         row["temps"] = {each: estimate.temp for each, estimate in estimates.items()}
         row |= {"remat": remat, "fits": estimates[remat].total <= memory}
         # The time of rows that are split by tokens is not predicted.
-        if shape.tokens >= shape.row_length:
+        if mesh.get("context", 1) == 1:
             counts = RowCounts.full(shape.tokens // shape.row_length, shape.row_length)
-            setting = UpdateSetting(mesh, counts, Trained(shape.trains, shape.num_depths), remat == "layers")
+            setting = UpdateSetting(mesh, counts, Trained(shape.trains, shape.num_depths), remat != "none")
             row["update"] = predict_profile(config, params, device, setting)
         rows.append(row | {"longest_row": longest_row(config, params, mesh, shape, memory)})
     return rows
@@ -50,14 +50,15 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, shape: Update
     from mtpjax.evaluation.tables import number_table
 
     headings = ("state", *(f"temp:\n{remat}" for remat in REMATS), "remat", "longest\nrow", "s", "MFU")
-    count = shape.tokens // shape.row_length
-    text = f"{count} x {shape.row_length} tokens" if count else f"{shape.tokens} of a row's {shape.row_length} tokens"
+    text = f"{shape.tokens} tokens in rows of {shape.row_length}"
     table = number_table(f"{device.name}: training, GB per GPU, {text} each", headings, "mesh")
     table.caption = (
         "state: parameters and AdamW's moments, exact. temp: estimated, for each remat. remat: the fastest that "
         f"fits in {USABLE_SHARE:.0%} of {device.memory / 1e9:.0f} GB. longest row: with remat layers, one row per GPU. "
         "s and MFU: estimated time and utilisation of an update, without overlap."
     )
+    if any(row["mesh"].get("context", 1) > 1 for row in rows):
+        table.caption += " With context, temp leaves out the gathered keys and values, and can be a third too low."
     for row in rows:
         temps = (_gigabytes(nbytes) for nbytes in row["temps"].values())
         chosen = row["remat"] if row["fits"] else "no room"

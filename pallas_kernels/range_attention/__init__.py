@@ -8,8 +8,8 @@ take as long as the products of the forward pass.
 
 A query attends to ranges of consecutive keys (`KeyRanges`), and optionally to keys that no other query attends to, such
 as the entries of recycled MTP depths at its own position, or that only the queries of its block attend to, such as the
-slots of a block of drafts. The forms compute the ranges. This module adds a query's own keys and sinks to their result
-through the log-sum-exp, and computes the gradients of both.
+slots of a block of drafts. The plain form (`blocks`) and the kernels attend to the ranges. This module then adds own
+keys and sinks through the log-sum-exp, and computes their gradients.
 """
 
 import functools
@@ -59,9 +59,9 @@ def range_attention(
         value: `[B, K, S, V]` in q's dtype.
         ranges: the keys of each query.
         scale: factor that multiplies the scores.
-        own: keys that only one query or one block of queries attends to, in q's dtype.
-        sinks: `[K, G]` learned logit per head, which takes a share of the softmax and has no value (gpt-oss).
-        implementation: as in `pallas_kernels`.
+        own: keys that only one block of queries attends to (a block may be one query), in q's dtype.
+        sinks: `[K, G]` a learned logit per query head, which enters the softmax but adds no value (gpt-oss).
+        implementation: as in `pallas_kernels`. Calls with `ranges.chosen` always run in plain JAX.
 
     Returns:
         `[B, K, T, G, V]` in q's dtype.
@@ -74,6 +74,8 @@ def range_attention(
     if not is_right or ranges.first.shape[:2] != (B, T) or ranges.first.shape != ranges.last.shape:
         found = f"key {key.shape}, value {value.shape} and ranges {ranges.first.shape}, {ranges.last.shape}"
         raise ValueError(f"q {q.shape} does not fit {found}")
+    if q.size * S == 0:
+        return range_attention_reference(q, key, value, ranges, scale=scale, own=own, sinks=sinks)
     if own is None:
         empty = (jnp.zeros((B, K, T, 0, each.shape[-1]), q.dtype) for each in (key, value))
         own = OwnKeys(next(empty), next(empty), jnp.zeros((B, T, 0), bool))
@@ -83,9 +85,9 @@ def range_attention(
     offered = ("xla", "triton")
     chosen = choose("range_attention", implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
     arrays = _Arrays(q, key, value, own.key, own.value, sinks)
-    # Only the plain form selects keys.
-    chosen = "xla" if q.size * S == 0 or ranges.chosen is not None else chosen
-    output: jax.Array = _attend(arrays, (ranges, own.mask), scale, chosen)
+    # The kernels do not support `ranges.chosen`.
+    chosen = "xla" if ranges.chosen is not None else chosen
+    output: jax.Array = _attend(arrays, (ranges.within(S), own.mask), scale, chosen)
     return output
 
 

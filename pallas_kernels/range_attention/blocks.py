@@ -84,7 +84,7 @@ def backward(
 
     Args:
         gradient: `[B, K, T, G, V]` gradient of the output, in q's dtype.
-        log_sum: `[B, K, T, G]` log-sum-exp of all scores, also of those outside the ranges.
+        log_sum: `[B, K, T, G]` log-sum-exp of all scores, including own keys and sinks.
         delta: `[B, K, T, G]` float32 product of the output and its gradient.
         dtype: of the queries' gradient.
     """

@@ -10,15 +10,15 @@ class KeyRanges(NamedTuple):
     """The keys that each query attends to, as R ranges of consecutive keys.
 
     A causal mask inside a document has one range, from the document's first token (or the window's) to the token
-    itself. A block of drafts after an anchor has two, the text before the anchor and the block. A range whose last key
-    comes before its first is empty. The ranges of a query must not overlap.
+    itself. A block of drafts has one range here, the text before its anchor; its own slots are `OwnKeys`. A range whose
+    last key comes before its first is empty. The ranges of a query must not overlap.
 
     With a sparse indexer, a query attends only to the keys in its ranges that the indexer chose.
     """
 
     first: jax.Array  # [B, T, R] int32 first key of each range
     last: jax.Array  # [B, T, R] int32 last key, inclusive
-    chosen: jax.Array | None = None  # [B, T, P] int32 different keys; those outside the ranges do not count. None: all
+    chosen: jax.Array | None = None  # [B, T, P] int32 distinct keys, intersected with the ranges; None: all
 
     def dense(self, num_keys: int) -> jax.Array:
         """Returns the mask `[B, T, S]` bool over S keys."""
@@ -27,13 +27,15 @@ class KeyRanges(NamedTuple):
         return mask if self.chosen is None else mask & chosen_keys(self.chosen, num_keys)
 
     def within(self, num_keys: int) -> "KeyRanges":
-        """Cuts the ranges to S keys. An empty range has the first key S and the last key -1."""
+        """Clips the ranges to the S keys. An empty range becomes first = S, last = -1."""
         first, last = jnp.maximum(self.first, 0), jnp.minimum(self.last, num_keys - 1)
         is_empty = last < first
-        return KeyRanges(jnp.where(is_empty, num_keys, first), jnp.where(is_empty, -1, last))
+        return self._replace(first=jnp.where(is_empty, num_keys, first), last=jnp.where(is_empty, -1, last))
 
     def of_blocks(self, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
-        """Returns the first block of keys for each block of queries and range, and the end, `[T / queries, R]` int32.
+        """Returns the first block of keys and one past the last, for each block of queries and range.
+
+        Both are `[T / queries, R]` int32.
 
         Args:
             queries: queries per block, which divides T.

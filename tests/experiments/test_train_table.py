@@ -9,7 +9,7 @@ from experiments.gpu.bench_gpu import MODELS
 from experiments.training.train_table import CELLS, CONTEXT, collective_bytes, compile_cell
 from mtpjax.evaluation.compiled_call import h100_mesh
 
-MOST = {"16B-A2.4B": {8: 36e9, 64: 23e9}}
+MOST = {(8, 1): 25e9, (64, 1): 17e9, (8, 8): 29e9}  # temp for sizes of fsdp and expert
 ALL_OF_A_DEVICE = 72e9
 
 
@@ -21,11 +21,11 @@ def test_an_update_fits(cell):
     name, config, trains, sizes = cell
     found, planned = compile_cell(config, trains, h100_mesh(sizes))
     arguments, temp, seconds, _ = found
-    num_devices = sizes["fsdp"] * sizes.get("expert", 1)
     print(f"{name}, {sizes}: {arguments / 1e9:.2f} + {temp / 1e9:.2f} GB, {seconds:.0f} s")
     assert arguments + temp < ALL_OF_A_DEVICE
-    assert planned.total == pytest.approx(arguments + temp, rel=0.05)
-    assert temp < MOST.get(name, {}).get(num_devices, ALL_OF_A_DEVICE)
+    # XLA's allocator leaves gaps if experts are split and everything is trained.
+    assert planned.total == pytest.approx(arguments + temp, rel=0.07 if trains == "all" and "expert" in sizes else 0.05)
+    assert temp < MOST[sizes["fsdp"], sizes.get("expert", 1)]
 
 
 @pytest.mark.h100

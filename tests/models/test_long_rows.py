@@ -121,13 +121,13 @@ def test_sparse_layers_give_the_outputs_and_gradients_of_dense_masks(T, topk, sm
 @pytest.mark.slow
 def test_scanned_sparse_layers_pass_the_selection_on(small, monkeypatch):
     model, params = small("sparse", indexer_types=("full", "full", "shared"), index_topk=7)
-    scanned = dataclasses.replace(model, scan_layers=True, remat=True)
+    scanned = dataclasses.replace(model, scan_layers=True, remat="layers")
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 37)), jnp.int32)
     set_limit(monkeypatch, 8)
     found = forward(stack_layers(params, model.config), tokens, model=scanned, num_depths=0).logits
-    np.testing.assert_allclose(found, forward(params, tokens, model=model, num_depths=0).logits, atol=1e-5)
+    np.testing.assert_allclose(found, forward(params, tokens, model=model, num_depths=0).logits, atol=2e-5)
     set_limit(monkeypatch, 2048)
-    np.testing.assert_allclose(found, forward(params, tokens, model=model, num_depths=0).logits, atol=1e-5)
+    np.testing.assert_allclose(found, forward(params, tokens, model=model, num_depths=0).logits, atol=2e-5)
 
 
 @pytest.mark.parametrize("mutant", ["none", "ties", "next key", "all keys", "levels"])

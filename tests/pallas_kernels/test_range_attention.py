@@ -37,6 +37,8 @@ CASES = {
     "nothing": {"ranges": (5, 4)},
     "only sinks": {"ranges": (5, 4), "sinks": True},
     "later keys": {"ranges": (20, 30)},
+    "beyond both ends": {"ranges": (-3, 60)},
+    "beyond the last key": {"ranges": (60, 70)},
     "two ranges": {"anchors": 5},
     "blocks after anchors": {"window": 9, "levels": 5, "blocks": 9},
     "one block of own keys": {"levels": 3, "blocks": 1, "sinks": True},
@@ -257,6 +259,14 @@ def test_columns_that_do_not_fit_raise():
         jax.eval_shape(gradients, *arrays)
     by_auto = functools.partial(with_gradients, scale=0.1)
     assert jax.eval_shape(by_auto, *arrays)[0].shape == (2, 2, 300, 4, 128)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (1, 0, 5), (1, 5, 0)])
+def test_empty_calls_have_results_of_the_right_shape(sizes):
+    B, T, S = sizes
+    ranges = KeyRanges(*[jnp.zeros((B, T, 1), jnp.int32)] * 2)
+    output = range_attention(jnp.ones((B, 2, T, 3, 4)), *[jnp.ones((B, 2, S, 4))] * 2, ranges, scale=1.0)
+    assert output.shape == (B, 2, T, 3, 4) and (S or not output.any())
 
 
 def test_wrong_shapes_raise():
