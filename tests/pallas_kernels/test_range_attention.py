@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 from mtpjax.evaluation.compiled_call import h100_mesh
 from pallas_kernels.attention_blocks import Tiles
@@ -236,7 +236,7 @@ def in_shards(mesh):
 
 def test_kernels_lower_inside_shard_map():
     device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((2, 2), ("data", "tensor"), abstract_device=device)
+    mesh = AbstractMesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, abstract_device=device)
     with use_abstract_mesh(mesh):
         traced = jax.jit(in_shards(mesh)).trace(*lowered_shapes(jnp.bfloat16))
         lowered = traced.lower(lowering_platforms=("cuda",))
