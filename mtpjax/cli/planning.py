@@ -71,16 +71,6 @@ def add_commands(commands) -> None:
     commands.add_subcommand("plan", plan, help="estimate a model's memory and speed on several GPUs")
 
 
-def _context_of(options, config) -> int:
-    """Returns the tokens per row. Warns if the model does not support so many."""
-    positions = config.max_position_embeddings
-    context = min(4096, positions) if options.context is None else options.context
-    if context > positions:
-        limit = f"the model's maximum length of {positions} tokens (max_position_embeddings)"
-        print(f"mtpjax plan: --context {context} exceeds {limit}", file=sys.stderr)
-    return context
-
-
 def _load_of(options, config):
     """Returns the `Load` that the flags describe. Raises ValueError for impossible draft levels or accept lengths."""
     from mtpjax.evaluation.plan_report import Load
@@ -91,7 +81,11 @@ def _load_of(options, config):
     check_minimums(options, num_steps=0)
     if num_steps and not config.num_mtp_modules:
         raise ValueError(f"num_steps must be 0 for a model without MTP modules, got {num_steps}")
-    context = _context_of(options, config)
+    positions = config.max_position_embeddings
+    context = min(4096, positions) if options.context is None else options.context
+    if context > positions:
+        limit = f"the model's maximum length of {positions} tokens (max_position_embeddings)"
+        print(f"mtpjax plan: --context {context} exceeds {limit}", file=sys.stderr)
     # Without a measured accept length, every level is assumed to be accepted with the same probability.
     accept_length = tokens_per_round(0.8, num_steps) if options.accept_length is None else options.accept_length
     if not 1 <= accept_length <= num_steps + 1:
@@ -141,9 +135,8 @@ def _plan(options) -> int:
     load = _load_of(options, config)
     # A plan for training has a different table, and no rounds.
     if options.train is not None:
-        return _plan_training(options, config, params, load)
+        return _plan_training(options, config, params, load, sizes)
     # 3. Compare all meshes, or only the one in --mesh.
-    sizes = parse_mesh(options.mesh)
     if sizes.keys() & {"fsdp", "context"} or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(
             f"--mesh {options.mesh}: data * expert * tensor must be {options.count} (--count), without fsdp and context"
@@ -164,27 +157,24 @@ def _plan(options) -> int:
     return 0 if result.best is not None else 1
 
 
-def _plan_training(options, config, params, load) -> int:
+def _plan_training(options, config, params, load, sizes) -> int:
     import rich.console
 
     from mtpjax.evaluation.compiled_call import h100_mesh
     from mtpjax.evaluation.roofline import DEVICES
     from mtpjax.training import update_plan
     from mtpjax.training.compiled_update import compile_update
+    from mtpjax.training.initial_model import check_mesh_fits
     from mtpjax.training.update_memory import REMATS, UpdateShape
 
-    sizes = parse_mesh(options.mesh)
     if "tensor" in sizes or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(
             f"--mesh {options.mesh}: data * fsdp * expert * context must be {options.count} (--count), without tensor"
         )
     device, console = DEVICES[options.device], rich.console.Console()
     # The axis "context" splits each row by tokens, and the other axes split the rows.
-    parts, expert = sizes.get("context", 1), sizes.get("expert", 1)
-    if parts > 1 and config.index_topk:
-        raise ValueError(f"--mesh {options.mesh}: context does not support the sparse indexer")
-    if expert > 1 and (not config.n_routed_experts or config.n_routed_experts % expert):
-        raise ValueError(f"--mesh {options.mesh}: expert must divide the model's {config.n_routed_experts} experts")
+    check_mesh_fits(sizes, config)
+    parts = sizes.get("context", 1)
     if parts > 1 and load.context % (2 * parts):
         raise ValueError(f"--context {load.context} must be a multiple of {2 * parts} for --mesh {options.mesh}")
     shape = UpdateShape(

@@ -34,7 +34,7 @@ class UpdateSetting(NamedTuple):
     """The update to predict.
 
     Attributes:
-        sizes: sizes of the mesh axes "data", "fsdp" and "expert"; every device has the same number of rows.
+        sizes: sizes of the mesh axes; every device has the same number of rows.
         rows: the rows of one device.
         trained: what the update trains.
         recomputes_layers: whether the backward pass runs every layer forward again (`remat="layers"`), or only

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mtpjax.io import checkpoint
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.context import AXIS
 from mtpjax.models.model import MTPModel
 from mtpjax.models.overrides import model_changes
@@ -49,7 +50,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
         if config.trunk_dtype == "bfloat16":
             trunk = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trunk, is_leaf=is_scaled)
-        _check_experts(config, model)
+        check_mesh_fits(dict(config.mesh), model.config)
         bare = dataclasses.replace(model.config, num_mtp_modules=0)
         return MTPModel(bare, implementation=config.implementation), lambda: trunk
     existing = model.config.num_mtp_modules
@@ -76,11 +77,13 @@ def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
     return config.num_depths if model.config.num_mtp_modules or not config.draft_method.is_of_model else 0
 
 
-def _check_experts(config: TrainConfig, model: MTPModel) -> None:
-    """Raises `ValueError` if the mesh does not divide the experts."""
-    parts, experts = dict(config.mesh).get("expert", 1), model.config.n_routed_experts
+def check_mesh_fits(sizes: Mapping[str, int], config: ModelConfig) -> None:
+    """Raises `ValueError` if the axes of a mesh do not fit the model: its experts, or its sparse indexer."""
+    parts, experts = sizes.get("expert", 1), config.n_routed_experts
     if experts % parts or (parts > 1 and not experts):
         raise ValueError(f"mesh axis expert = {parts} does not divide the model's n_routed_experts {experts}")
+    if sizes.get(AXIS, 1) > 1 and config.index_topk:
+        raise ValueError(f"mesh axis {AXIS} does not support the sparse indexer of index_topk {config.index_topk}")
 
 
 def _check_modules_and_experts(config: TrainConfig, model: MTPModel) -> None:
@@ -88,11 +91,7 @@ def _check_modules_and_experts(config: TrainConfig, model: MTPModel) -> None:
 
     Warns about modules that have no loss.
     """
-    _check_experts(config, model)
-    if dict(config.mesh).get(AXIS, 1) > 1 and model.config.index_topk:
-        raise ValueError(
-            f"mesh axis {AXIS} does not support the sparse indexer of index_topk {model.config.index_topk}"
-        )
+    check_mesh_fits(dict(config.mesh), model.config)
     modules = model.config.num_mtp_modules
     if config.trains == "modules" and not modules:
         raise ValueError("trains='modules' needs a model with MTP modules, and this one has 0 (model.num_mtp_modules)")

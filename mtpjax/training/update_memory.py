@@ -80,8 +80,8 @@ class _Leaf(NamedTuple):
     layer: str  # name of the trunk layer or module
     arguments: float
     is_feed_forward: bool
-    cast: float  # the copy that layers compute with, joined over `fsdp`
-    gradient: float  # joined over `fsdp`
+    cast: float  # the copy that layers compute with, joined over `fsdp` and `context`
+    gradient: float  # joined in the same way
     gradient_shard: float
 
 

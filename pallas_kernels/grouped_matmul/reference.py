@@ -84,7 +84,7 @@ def blocks_of_rows(num_pairs: int, num_experts: int) -> tuple[int, int]:
         num_experts: E.
     """
     # A block holds at most the mean number of rows per expert, so that little padding is multiplied. Each block has a
-    # copy of its expert's weights, so with many rows a quarter of the mean bounds the copies to 5 per expert.
+    # copy of its expert's weights, so with many rows about a quarter of the mean bounds the copies to 7 per expert.
     mean = num_pairs // num_experts
     block = max(8, min(64, mean), mean // 4 // 32 * 32)
     return block, num_pairs // block + num_experts
